@@ -1,0 +1,48 @@
+# make demo | test | check | bench: each sets up its own virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+
+.PHONY: demo test check format bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	$(BIN)/multihead show "I love pepperoni pizza" --mask causal
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.cpp native/*.h)
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(wildcard native/*.cpp native/*.h)
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python -m benchmarks $(ARGS)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python $(SOURCES)
+	$(PIP) --editable .
+	@touch $@
+
+# torch comes first and from constraints.txt, so that nothing else can pull in another build of it.
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) --editable ".[bench]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

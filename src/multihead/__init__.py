@@ -1,0 +1,1 @@
+"""Multi-head attention you can see through, at full speed."""
