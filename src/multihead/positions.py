@@ -58,11 +58,14 @@ class NTKScaling:
         if self.original_length is not None:
             _check_at_least("original_length", self.original_length, 1)
 
-    def frequencies(self, base: float, exponents: Float[Tensor, " pairs"], length: Length) -> Float[Tensor, "*B pairs"]:
+    def frequencies(
+        self, base: float, exponents: Float[Tensor, " pairs"], length: Length
+    ) -> Float[Tensor, "*rows pairs"]:
         slowdown: float | Tensor = self.factor
         if self.original_length is not None:
             reach = torch.as_tensor(0 if length is None else length, device=exponents.device)[..., None]
-            slowdown = 1 + self.factor * (reach.to(exponents.dtype) / self.original_length - 1).clamp(min=0)
+            beyond = self.factor * reach.to(exponents.dtype) / self.original_length - (self.factor - 1)
+            slowdown = torch.where(reach > self.original_length, beyond, 1.0)
         dim = 2 * len(exponents)
         power = dim / max(dim - 2, 1)  # dim=2 has one pair, at frequency 1 whatever the base
         return 1.0 / (base * slowdown**power) ** exponents
@@ -137,7 +140,7 @@ class RoPE:
 
     def frequencies(
         self, D: int, *, length: Length = None, device: Device = None, dtype: torch.dtype = torch.float32
-    ) -> Float[Tensor, "*B pairs"]:
+    ) -> Float[Tensor, "*rows pairs"]:
         """Radians per position of each pair, (dim/2,). Only dynamic NTK scaling reads `length`, one or one per row.
 
         >>> RoPE().frequencies(8)
