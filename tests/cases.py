@@ -1,4 +1,4 @@
-"""The table of attention cases: sizes that are prime or distinct, so that a swapped axis cannot pass, and why each is there.
+"""The table of attention cases: sizes that are distinct, so that a swapped axis cannot pass, and why each is there.
 
 Correctness tests run every case on every backend; the error bound is decision 6 of the design.
 """
@@ -135,9 +135,7 @@ CASES = [  # B  H  G   Q   K   D   V  mask
     Case(3, 2, 1, 11, 23, 8, 8, mh.Padding([0, 5, 23]), "right padding, one row with no key at all"),
     Case(3, 2, 2, 7, 7, 8, 8, mh.Padding([3, 1, 7], side="left") & mh.Causal(), "left padding under a causal mask"),
     Case(1, 4, 2, 31, 31, 12, 12, mh.Documents([3, 17, 11]), "packed documents"),
-    Case(
-        1, 2, 2, 10, 16, 8, 8, mh.Documents([3, 7], [9, 7]) & mh.Causal(), "documents with other keys, causal in each"
-    ),
+    Case(1, 2, 2, 10, 16, 8, 8, mh.Documents([3, 7], [9, 7]) & mh.Causal(), "documents, other keys, causal in each"),
     Case(2, 3, 3, 7, 11, 8, 8, mh.Allowed(block_lower(3, 7, 11)), "a dense mask for each head"),
     Case(1, 3, 1, 7, 11, 8, 8, mh.Causal() & mh.Allowed(block_lower(3, 7, 11)), "dense and interval together"),
     Case(2, 2, 1, 9, 14, 8, 8, mh.Causal(), "softcap", {"softcap": 2.0}, size=3.0),

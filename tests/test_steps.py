@@ -82,7 +82,13 @@ def test_gradients_of_sinks_and_bias_are_right() -> None:
     bias[0, 1, 2] = -torch.inf
     bias[1, 3] = -torch.inf
     hidden = bias == -torch.inf
-    inputs = (drawn(1, 2, 4, 3), drawn(1, 1, 3, 3), drawn(1, 1, 3, 3), drawn(2), bias.masked_fill(hidden, 0).requires_grad_())
+    inputs = (
+        drawn(1, 2, 4, 3),
+        drawn(1, 1, 3, 3),
+        drawn(1, 1, 3, 3),
+        drawn(2),
+        bias.masked_fill(hidden, 0).requires_grad_(),
+    )
 
     def attended(q, k, v, sinks, finite):
         return steps.attend(q, k, v, sinks=sinks, bias=finite.masked_fill(hidden, -torch.inf))[0]
@@ -150,5 +156,7 @@ class TestDropout:
     def test_neighbours_are_not_alike(self) -> None:
         kept = steps.kept(torch.tensor(7), (2, 4, 64, 64), 0.5).double() - 0.5
         for axis in range(4):
-            neighbours = (kept.narrow(axis, 0, kept.shape[axis] - 1) * kept.narrow(axis, 1, kept.shape[axis] - 1)).mean()
+            neighbours = (
+                kept.narrow(axis, 0, kept.shape[axis] - 1) * kept.narrow(axis, 1, kept.shape[axis] - 1)
+            ).mean()
             assert abs(float(neighbours)) < 5 * 0.25 / kept.numel() ** 0.5 * 2
