@@ -100,10 +100,9 @@ def test_the_output_is_the_sum_of_what_each_head_contributes(B: int, N: int, HG,
 
 
 @some
-@given(primes, primes, heads, st.sampled_from([m for m in (None, mh.Causal(), mh.Causal(window=3))]))
+@given(primes, primes, heads, st.sampled_from([mh.Causal(), mh.Causal(window=3)]))
 def test_a_causal_row_is_the_end_of_its_own_prefix(B: int, N: int, HG, mask) -> None:
     """Row 3 of "I love pepperoni pizza" stands for "I love pepperoni"."""
-    mask = mask or mh.Causal()
     layer, x = a_layer(HG, 2, rope=True), drawn(B, N, 13)
     whole = layer(x, mask=mask)
     for n in range(1, N + 1):

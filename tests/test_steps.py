@@ -40,7 +40,7 @@ def test_shapes_are_those_of_the_signatures(checked) -> None:
 
 
 def test_shapes_that_do_not_fit_are_caught_by_the_signatures(checked) -> None:
-    with pytest.raises(Exception, match="[Tt]ype"):
+    with pytest.raises(Exception, match=r"[Tt]ype"):
         checked.score(drawn(1, 2, 3, 4), drawn(1, 2, 3, 5), 1.0)
 
 

@@ -33,9 +33,8 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks, self.bias)
-        )
+        tensors = (self.q, self.k, self.v, self.sinks, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class Backend(Protocol):
