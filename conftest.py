@@ -1,0 +1,20 @@
+"""What every test and every documentation example starts from."""
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # bf16 products die where CPUID hides the AMX leaves
+
+import pytest
+import torch
+
+import multihead as mh
+
+
+@pytest.fixture(autouse=True)
+def _names_of_the_examples(doctest_namespace: dict) -> None:
+    doctest_namespace.update(torch=torch, mh=mh)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,5 @@
+"""`python -m multihead`."""
+
+from multihead.cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""Backends: ways to compute steps 3 and 4, behind one small interface.
+
+A backend says by name what it refuses and why; one that is named never falls back to another.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from multihead.intervals import Visible
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `attend`, checked and lowered: all that a backend needs to know."""
+
+    q: Tensor  # (B, H, Q, D)
+    k: Tensor  # (B, G, K, D)
+    v: Tensor  # (B, G, K, V)
+    visible: Visible
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # (H,)
+    bias: Tensor | None  # broadcasts to (B, H, Q, K)
+    dropout: float
+    want_lse: bool
+
+    def allowed(self) -> Tensor | None:
+        """What may be seen, as bool that broadcasts to (B, H, Q, K), or None where that is everything."""
+        return None if self.visible.is_everything else self.visible.allowed(self.q.device)
+
+    @property
+    def needs_grad(self) -> bool:
+        return any(t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks, self.bias))
+
+
+class Backend(Protocol):
+    """`out, lse = run(call, seed)`; lse may be None where it was not asked for; seed where there is dropout."""
+
+    name: str
+
+    def refuse(self, call: Call) -> str | None:
+        """Why this backend cannot compute the call exactly, or None."""
+
+    def note(self, call: Call) -> str:
+        """How it would compute the call, in a few words."""
+
+    def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]: ...

@@ -1,0 +1,101 @@
+"""torch's fused kernels as a backend, used only where they can give our semantics exactly.
+
+They have no softcap, no sinks and no dropout of ours, align causal masks top-left, may give NaN for a query that sees
+nothing, and let a NaN under the mask through. The first three are refused; the rest is made good here.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from multihead.backends import Call
+from multihead.steps import known_finite, only_finite, repeat_heads
+
+BLOCK = 512  # queries, and keys, in a tile of the log-sum-exp pass
+
+
+class SDPA:
+    name = "sdpa"
+
+    def refuse(self, call: Call) -> str | None:
+        if call.softcap is not None:
+            return "torch's fused kernels have no softcap"
+        if call.sinks is not None:
+            return "torch's fused kernels have no sinks"
+        if call.dropout:
+            return "torch's fused kernels drop weights by a generator of their own, not by (seed, b, h, q, k)"
+        if call.want_lse and call.needs_grad:
+            return "the log-sum-exp is a pass of its own here, without a gradient"
+        if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+            return "torch's fused kernels are not defined for empty sequences"
+        return None
+
+    def note(self, call: Call) -> str:
+        if call.visible.is_everything and call.bias is None:
+            return "torch's fused kernel"
+        if call.visible.is_square_causal and call.bias is None:
+            return "torch's fused kernel, causal"
+        return "torch's fused kernel with a dense (Q, K) mask"
+
+    def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        lse = logsumexp(call) if call.want_lse else None
+        if call.visible.is_everything and call.bias is None:
+            return fused(call, call.k, call.v), lse
+        finite = known_finite(call.k) and known_finite(call.v)
+        k, v = (call.k, call.v) if finite else (only_finite(call.k), only_finite(call.v))
+        if call.visible.is_square_causal and call.bias is None:
+            out = fused(call, k, v, is_causal=True)
+            return out if finite else poison(out, call, None), lse
+        allowed = call.visible.allowed(call.q.device)
+        if call.bias is not None:
+            allowed = allowed & (call.bias != -torch.inf)
+        alive = allowed.any(-1, keepdim=True)
+        mask = allowed | ~alive  # a query that sees nothing is shown everything, and its output is then put to zero
+        if call.bias is not None:
+            mask = call.bias.masked_fill(call.bias == -torch.inf, 0).masked_fill(~mask, -torch.inf).to(call.q.dtype)
+        out = fused(call, k, v, attn_mask=mask).masked_fill(~alive, 0)
+        return out if finite else poison(out, call, allowed), lse
+
+
+def fused(call: Call, k: Tensor, v: Tensor, **mask: object) -> Tensor:
+    grouped = k.shape[1] != call.q.shape[1]
+    return F.scaled_dot_product_attention(call.q, k, v, scale=call.scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
+
+
+def poison(out: Tensor, call: Call, allowed: Tensor | None) -> Tensor:
+    """`out`, made from finite numbers only, with NaN for each query that could see one that was not finite.
+
+    `allowed` None: what may be seen is an interval of keys, and running counts settle it without a (Q, K) matrix.
+    """
+    B, H, Q, V = out.shape
+    bad_key = (~call.k.isfinite()).any(-1, keepdim=True)  # (B, G, K, 1)
+    bad = repeat_heads((bad_key | ~call.v.isfinite()).to(torch.float32), H)  # (B, H, K, V)
+    if allowed is not None:
+        met = allowed.to(bad.dtype).expand(B, H, Q, -1) @ bad > 0
+    else:
+        counts = F.pad(bad.cumsum(2), (0, 0, 1, 0))  # (B, H, K+1, V): how many before each key
+        start, stop = (t.expand(B, H, Q)[..., None].expand(B, H, Q, V) for t in call.visible.bounds(out.device))
+        met = counts.gather(2, torch.maximum(start, stop)) > counts.gather(2, start)
+    return out.masked_fill(met, torch.nan)
+
+
+def logsumexp(call: Call) -> Tensor:
+    """The log-sum-exp of each query's visible scores, (B, H, Q), tile by tile: O(Q) memory beside one tile."""
+    exact = torch.promote_types(call.q.dtype, torch.float32)
+    (B, H, Q, _), K = call.q.shape, call.k.shape[2]
+    found = []
+    for first_query in range(0, Q, BLOCK):
+        queries = slice(first_query, first_query + BLOCK)
+        q = call.q[:, :, queries].to(exact) * call.scale
+        lse = q.new_full(q.shape[:-1], -torch.inf)  # (B, H, BLOCK)
+        for first_key in range(0, K, BLOCK):
+            keys = slice(first_key, first_key + BLOCK)
+            scores = q @ repeat_heads(call.k[:, :, keys].to(exact), H).transpose(-1, -2)
+            if call.bias is not None:
+                bias = call.bias.expand(B, H, Q, K)[:, :, queries, keys]
+                scores = (scores + bias).masked_fill(bias == -torch.inf, -torch.inf)
+            if not call.visible.is_everything:
+                scores = scores.masked_fill(~call.visible.allowed(q.device, queries, keys), -torch.inf)
+            lse = torch.logaddexp(lse, scores.logsumexp(-1))
+        found.append(lse)
+    return torch.cat(found, dim=2)

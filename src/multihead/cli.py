@@ -1,0 +1,168 @@
+"""The command line: `multihead show | shapes | info`."""
+
+import os
+import platform
+import sys
+import zlib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import multihead as mh
+from multihead import native
+from multihead.attend import BACKENDS
+
+app = typer.Typer(
+    help="Multi-head attention you can see through.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line; a mistake in the arguments is a sentence and exit status 2, not a stack of calls."""
+    try:
+        app()
+    except (ValueError, TypeError) as error:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", soft_wrap=True)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"multihead {mh.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+class MaskName(StrEnum):
+    """The masks `show` knows by name."""
+
+    none = "none"
+    causal = "causal"
+
+
+@app.command()
+def show(
+    text: Annotated[str, typer.Argument(help="A sentence; each word is an item.")] = "I love pepperoni pizza",
+    tokens: Annotated[int | None, typer.Option(help="Take only the first so many words.", min=1)] = None,
+    width: Annotated[int, typer.Option(help="E, the width of the model.", min=1)] = 1024,
+    heads: Annotated[int, typer.Option(help="H, the number of heads.", min=1)] = 8,
+    mask: Annotated[MaskName, typer.Option(help="causal: as in a language model.")] = MaskName.causal,
+    seed: Annotated[int, typer.Option(help="Of the layer's weights and the words' vectors.")] = 0,
+) -> None:
+    """The seven steps of one layer on a sentence, with real shapes and numbers.
+
+    The layer has random weights from a seed, and each word a random vector of its own: the numbers are real, the
+    meanings are not.
+    """
+    words = text.split()
+    if not words:
+        raise ValueError("the text is empty: expected at least one word")
+    if tokens is not None and tokens > len(words):
+        raise ValueError(f"--tokens={tokens}: the text has only {len(words)} words")
+    words = words[:tokens]
+    torch.manual_seed(seed)
+    layer = mh.MultiHeadAttention(width, heads=heads).eval()
+    x = torch.stack([_vector(word, width, seed) for word in words])  # (N, E)
+    with torch.inference_mode():
+        trace = mh.trace(layer, x, mask=mh.Causal() if mask is MaskName.causal else None, labels=words)
+    Console(highlight=False).print(trace)
+
+
+def _vector(word: str, width: int, seed: int) -> torch.Tensor:
+    """The same word has the same vector, wherever it stands."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(zlib.crc32(word.encode()) + seed))
+
+
+@app.command()
+def shapes(
+    width: Annotated[int, typer.Argument(metavar="E", help="The width of the model.")],
+    heads: Annotated[int, typer.Argument(metavar="H", help="The number of query heads.")],
+    tokens: Annotated[int, typer.Option(help="N, the number of items in the sequence.", min=1)] = 4,
+    context: Annotated[int | None, typer.Option(help="K, the number of keys, if another.", min=1)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="G, the number of key/value heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="D, the width of a head's q and k.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="V, the width of a head's v.")] = None,
+    context_dim: Annotated[int | None, typer.Option(help="C, the width of the context.")] = None,
+    bias: Annotated[bool, typer.Option(help="Whether the projections have biases.")] = True,
+) -> None:
+    """Every parameter and every intermediate of a layer: its shape, its parameters, its floating-point operations."""
+    sizes = mh.Sizes.of(width, heads, kv_heads, head_dim, value_dim, context_dim)
+    rows = list(sizes.shapes(tokens, context, bias))
+    title = f"E={sizes.E} H={sizes.H} G={sizes.G} D={sizes.D} V={sizes.V} C={sizes.C}, N={tokens} items"
+    table = Table(title=title, title_justify="left", show_footer=True, box=None, pad_edge=False)
+    total_parameters, total_flops = sum(r.parameters for r in rows), sum(r.flops for r in rows)
+    table.add_column("step", footer="all")
+    table.add_column("name")
+    table.add_column("shape")
+    table.add_column("parameters", f"{total_parameters:,}", justify="right")
+    table.add_column("FLOPs", f"{total_flops:,}", justify="right")
+    titles = {step.number: step.title for step in mh.Trace.steps}
+    last = 0
+    for row in rows:
+        step = f"{row.step} {titles[row.step]}" if row.step != last else ""
+        last = row.step
+        shape = f"({', '.join(map(str, row.shape))}{',' if len(row.shape) == 1 else ''})"
+        counts = (f"{count:,}" if count else "" for count in (row.parameters, row.flops))
+        table.add_row(step, row.name, shape, *counts, style="green" if row.parameters else "")
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def info() -> None:
+    """What this machine has, which backends there are, and which one runs what."""
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    features = native.cpu_features()
+    table.add_row("multihead", f"{mh.__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    table.add_row("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    table.add_row("native module", "built" if native.module is not None else native.missing)
+    if features:
+        table.add_row("cpu features", " ".join(name if there else f"({name})" for name, there in features.items()))
+        table.add_row("", "in brackets: not on this CPU")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    table.add_row("accelerator", str(accelerator) if accelerator is not None else "none")
+    console.print(table)
+    console.print("\nThe first backend that can compute a call exactly takes it:", " → ".join(BACKENDS))
+    q = torch.empty(1, 8, 64, 64)
+    causal, window = mh.Causal(), mh.Causal(window=16)
+    for what, given in (
+        ("no mask", {}),
+        ("causal", {"mask": causal}),
+        ("sliding window", {"mask": window}),
+        ("softcap", {"mask": causal, "softcap": 30.0}),
+        ("sinks", {"mask": causal, "sinks": torch.zeros(8)}),
+        ("dropout", {"mask": causal, "dropout": 0.1}),
+    ):
+        why = mh.explain(q, q, q, **given)
+        console.print(f"  {what:<15} {why.backend}: {why.reasons[why.backend]}")
+    console.print("Ask mh.explain(q, k, v, …) about a call of your own.", style="dim")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Ablate heads, and patch any intermediate, for as long as a `with` block lasts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from multihead import steps
+from multihead.layer import INSIDE, MultiHeadAttention
+
+NAMES = ("q", "k", "v", "q_heads", "k_heads", "v_heads", *INSIDE, "heads", "transposed", "merged")
+
+
+@contextmanager
+def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: str | None) -> Iterator[None]:
+    """Show every intermediate of `layer` to `tap`, which may change it.
+
+    What a fused kernel never holds is made for it only if `inside` is "watch" (beside the kernel, changes do nothing)
+    or "change" (in its place).
+    """
+    before = layer._taps, layer._inside
+    layer._taps = (*layer._taps, tap)
+    if layer._inside != "change":
+        layer._inside = inside or layer._inside
+    try:
+        yield
+    finally:
+        layer._taps, layer._inside = before
+
+
+@contextmanager
+def patch(layer: MultiHeadAttention, name: str, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside the block, `fn` is given the intermediate `name` and what it returns takes its place.
+
+    `scores`, `masked` and `weights` exist only outside fused kernels, so patching them takes the slower path; all
+    others keep the fast one.
+
+    >>> layer, x = mh.MultiHeadAttention(32, heads=4), torch.randn(5, 32)
+    >>> with mh.patch(layer, "weights", lambda w: torch.full_like(w, 1 / 5)):
+    ...     y = layer(x)  # every item looks at all items alike
+    >>> torch.allclose(y[0], y[4], atol=1e-6)
+    True
+    """
+    if name not in NAMES:
+        raise ValueError(f"name={name!r}: expected one of {', '.join(NAMES)}")
+
+    def tap(seen: str, t: Tensor) -> Tensor:
+        if seen != name:
+            return t
+        changed = fn(t)
+        if not isinstance(changed, Tensor) or changed.shape != t.shape:
+            what = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            raise ValueError(f"the patch of {name!r} gave {what}: expected a tensor of shape {tuple(t.shape)}")
+        return changed
+
+    with tapped(layer, tap, inside="change" if name in INSIDE else None):
+        yield
+
+
+@contextmanager
+def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | Tensor = "zero") -> Iterator[None]:
+    """Inside the block, what these heads put out is replaced: on the fast path, before W_o mixes it in.
+
+    Args:
+        layer: the layer.
+        heads: which heads, 0…H−1.
+        with_: "zero"; "mean", the head's mean over this call's batch and positions; or a tensor that broadcasts to
+            (B, len(heads), Q, V).
+
+    >>> layer, x = mh.MultiHeadAttention(32, heads=4), torch.randn(5, 32)
+    >>> with mh.ablate(layer, heads=range(4)):
+    ...     y = layer(x)
+    >>> torch.equal(y, layer.o_proj.bias.expand(5, 32))
+    True
+    """
+    chosen = [heads] if isinstance(heads, int) else list(heads)
+    H = layer.sizes.H
+    if any(isinstance(h, bool) or not isinstance(h, int) or not 0 <= h < H for h in chosen):
+        raise ValueError(f"heads={chosen}: expected head numbers 0…{H - 1}")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"heads={chosen}: expected each head once")
+    if not isinstance(with_, Tensor) and with_ not in ("zero", "mean"):
+        raise ValueError(f"with_={with_!r}: expected 'zero', 'mean' or a tensor")
+
+    def replace(t: Tensor) -> Tensor:
+        index = torch.tensor(chosen, device=t.device, dtype=torch.long)
+        old = t.index_select(1, index)  # (B, h, Q, V)
+        if isinstance(with_, Tensor):
+            new = with_.to(t).expand_as(old)
+        elif with_ == "mean":
+            new = old.mean(dim=(0, 2), keepdim=True).expand_as(old)
+        else:
+            new = torch.zeros_like(old)
+        return t.index_copy(1, index, new)
+
+    with patch(layer, "heads", replace):
+        yield

@@ -1,0 +1,364 @@
+"""The layer: multi-head attention with its projections, from the sizes to the seventh step.
+
+`forward` is the seven steps in order. `q_proj`, `k_proj`, `v_proj` and `o_proj` are real `nn.Linear` children and are
+called, so hooks, adapters, quantised replacements and parametrizations work; the number of heads at run time comes from
+what they put out, so a layer sharded by heads works as it is.
+"""
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from multihead import steps
+from multihead.attend import attend
+from multihead.cache import Cache, ContextCache
+from multihead.intervals import Frame, Visible
+from multihead.masks import Mask, Window, as_mask, check_broadcast, lower
+from multihead.positions import RoPE
+from multihead.sizes import Sizes, describe
+
+INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention over a sequence of vectors of width E.
+
+    Args:
+        width: E, the width of the model.
+        heads: H, the number of query heads.
+        kv_heads: G, the number of key/value heads; each serves H/G query heads (GQA; 1: MQA). H unless given.
+        head_dim: D, the width of a head's q and k; E/H unless given.
+        value_dim: V, the width of a head's v; D unless given.
+        context_dim: C, the width of the context in cross-attention; E unless given.
+        bias: whether all four projections have a bias.
+        rope: True, or a `RoPE`, to turn q and k by their positions.
+        qk_norm: normalise each head's q and k (RMS), before RoPE.
+        softcap: scores become softcap · tanh(scores / softcap).
+        sinks: give each head a learned logit that joins the softmax's denominator.
+        dropout: the probability with which a weight is dropped in training.
+        scale: factor of the scores; 1/√D unless given.
+        device: where the parameters are made.
+        dtype: what the parameters are made of.
+
+    >>> layer = mh.MultiHeadAttention(1024, heads=8)
+    >>> layer
+    MultiHeadAttention(
+      E=1024, H=8, D=128
+      (q_proj): Linear(in_features=1024, out_features=1024, bias=True)
+      (k_proj): Linear(in_features=1024, out_features=1024, bias=True)
+      (v_proj): Linear(in_features=1024, out_features=1024, bias=True)
+      (o_proj): Linear(in_features=1024, out_features=1024, bias=True)
+    )
+    >>> layer(torch.randn(4, 1024), mask=mh.Causal()).shape
+    torch.Size([4, 1024])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = True,
+        rope: bool | RoPE = False,
+        qk_norm: bool = False,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype={dtype}: expected a floating dtype")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap={softcap}: expected a number above 0, or None")
+        self.sizes = s = Sizes.of(width, heads, kv_heads, head_dim, value_dim, context_dim)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(s.E, s.H * s.D, bias=bias, **made)
+        self.k_proj = nn.Linear(s.C, s.G * s.D, bias=bias, **made)
+        self.v_proj = nn.Linear(s.C, s.G * s.V, bias=bias, **made)
+        self.o_proj = nn.Linear(s.H * s.V, s.E, bias=bias, **made)
+        self.q_norm = nn.RMSNorm(s.D, eps=1e-6, **made) if qk_norm else None
+        self.k_norm = nn.RMSNorm(s.D, eps=1e-6, **made) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(s.H, **made)) if sinks else None
+        self.rope = RoPE() if rope is True else rope or None
+        if self.rope is not None:
+            self.rope.frequencies(s.D)  # refuses a width that it cannot turn
+        self.softcap, self.dropout = softcap, dropout
+        self.scale = s.D**-0.5 if scale is None else scale
+        self._taps: tuple[steps.Tap, ...] = ()  # what `edit` and `trace` hang in
+        self._inside: str | None = None  # "watch" or "change": what taps do to scores, masked and weights
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier uniform for the four matrices, zero for biases and sinks, one for the norms."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def extra_repr(self) -> str:
+        s = self.sizes
+        shown = [f"E={s.E}", f"H={s.H}"]
+        shown += [f"G={s.G}"] if s.G != s.H else []
+        shown += [f"D={s.D}"]
+        shown += [f"V={s.V}"] if s.V != s.D else []
+        shown += [f"C={s.C}"] if s.C != s.E else []
+        shown += [f"rope={self.rope}"] if self.rope is not None else []
+        shown += ["qk_norm=True"] if self.q_norm is not None else []
+        shown += [f"softcap={self.softcap}"] if self.softcap is not None else []
+        shown += ["sinks=True"] if self.sinks is not None else []
+        shown += [f"dropout={self.dropout}"] if self.dropout else []
+        shown += [f"scale={self.scale}"] if self.scale != s.D**-0.5 else []
+        return ", ".join(shown)
+
+    @property
+    def w_q(self) -> Tensor:
+        """(E, H, D), a view of `q_proj.weight`."""
+        return self.q_proj.weight.unflatten(0, (-1, self.sizes.D)).permute(2, 0, 1)
+
+    @property
+    def w_k(self) -> Tensor:
+        """(C, G, D), a view of `k_proj.weight`."""
+        return self.k_proj.weight.unflatten(0, (-1, self.sizes.D)).permute(2, 0, 1)
+
+    @property
+    def w_v(self) -> Tensor:
+        """(C, G, V), a view of `v_proj.weight`."""
+        return self.v_proj.weight.unflatten(0, (-1, self.sizes.V)).permute(2, 0, 1)
+
+    @property
+    def w_o(self) -> Tensor:
+        """(H, V, E), a view of `o_proj.weight`."""
+        return self.o_proj.weight.unflatten(1, (-1, self.sizes.V)).permute(1, 2, 0)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Mask | Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        cache: Cache | ContextCache | None = None,
+        lengths: Tensor | list[int] | None = None,
+        bias: Tensor | None = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        """The seven steps.
+
+        Args:
+            x: (N,E) or (B,N,E).
+            context: what keys and values are made of, (K,C) or (B,K,C); `x` unless given.
+            mask: what each query may see, such as `Causal()`; everything unless given.
+            positions: where the tokens of `x` stand, for RoPE: (N,) or (B,N) whole numbers. After those in the cache,
+                from 0, unless given.
+            context_positions: the same for `context`.
+            cache: from `new_cache`: the tokens of `x` join it, and all of it is attended to.
+            lengths: how many tokens of each row of `x` are real, (B,); the others join no cache and see nothing.
+            bias: added to the scores; broadcasts right-aligned to (B,H,Q,K).
+            backend: see `mh.attend`.
+
+        Returns:
+            the shape of `x`.
+        """
+        self._check_input("x", x, self.sizes.E, self.q_proj)
+        batched = x.dim() == 3
+        if not batched:
+            x = x[None]
+            context = None if context is None else context[None] if context.dim() == 2 else context
+        real = self._check_lengths(lengths, x, context, cache)
+
+        q = self._tap("q", self.q_proj(x).unflatten(-1, (-1, self.sizes.D)))  # step 1: (B, N, H, D)
+        positions = self._positions("positions", positions, x, cache.length if isinstance(cache, Cache) else 0)
+        q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
+
+        if isinstance(cache, ContextCache):
+            k_heads, v_heads = cache.k, cache.v
+            self._check_context_cache(cache, x, context)
+            frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
+        else:
+            k_heads, v_heads = self._keys_and_values(x, context, positions, context_positions)
+            if cache is not None:
+                if context is not None:
+                    raise ValueError("this cache is for the tokens of x; for a context there is new_cache(context=…)")
+                k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
+                if cache.window is not None:
+                    mask = Window(cache.window - 1, None) if mask is None else Window(cache.window - 1, None) & mask
+            else:
+                frame = Frame.of(x.shape[1], k_heads.shape[2], x.device, used=real, real=real)
+        k_heads, v_heads = self._tap("k_heads", k_heads), self._tap("v_heads", v_heads)
+
+        visible = lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
+        heads = self._tap("heads", self._score_and_mix(q_heads, k_heads, v_heads, visible, bias, backend))  # steps 3, 4
+        transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
+        merged = self._tap("merged", steps.concatenate(transposed))  # step 6: (B, N, H·V)
+        output = self._tap("output", self.o_proj(merged))  # step 7: (B, N, E)
+        return output if batched else output[0]
+
+    def _keys_and_values(
+        self, x: Tensor, context: Tensor | None, positions: Tensor | None, context_positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Steps 1 and 2 for k and v."""
+        if context is None:
+            if context_positions is not None:
+                raise ValueError("context_positions is given without context")
+            source, where = x, positions
+            if self.sizes.C != self.sizes.E:
+                raise ValueError(f"the layer was made with context_dim={self.sizes.C}: expected a context (B,K,C)")
+        else:
+            self._check_input("context", context, self.sizes.C, self.k_proj)
+            if context.dim() != 3 or context.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"context has shape {tuple(context.shape)}: expected (B,K,C) with B={x.shape[0]}, as x"
+                )
+            source, where = context, self._positions("context_positions", context_positions, context, 0)
+        k = self._tap("k", self.k_proj(source).unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
+        v = self._tap("v", self.v_proj(source).unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
+        return self._turn(k, self.k_norm, where), steps.split(v)  # (B, G, K, D), (B, G, K, V)
+
+    def _turn(self, t: Tensor, norm: nn.Module | None, positions: Tensor | None) -> Tensor:
+        """Step 2, and what makes q and k ready to meet: QK-norm, then RoPE."""
+        heads = steps.split(t)
+        if norm is not None:
+            heads = norm(heads).to(t.dtype)  # autocast leaves a norm in float32
+        return heads if self.rope is None or positions is None else self.rope.rotate(heads, positions)
+
+    def _score_and_mix(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None, backend: str | None
+    ) -> Tensor:
+        """Steps 3 and 4, in one kernel unless a tap wants to change what is inside."""
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "bias": bias}
+        dropout = self.dropout if self.training else 0.0
+        if self._inside is None:
+            return attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
+        allowed = None if visible.is_everything else visible.allowed(q.device)
+        if self._inside == "watch":  # the kernel that runs is the one that would have run unwatched
+            steps.attend(q, k, v, allowed=allowed, tap=self._tap, **options)
+            return attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
+        seed = torch.randint(2**63 - 1, (), device=q.device) if dropout else None
+        return steps.attend(q, k, v, allowed=allowed, dropout=dropout, seed=seed, tap=self._tap, **options)[0]
+
+    @overload
+    def new_cache(self, *, context: Tensor, context_positions: Tensor | None = None) -> ContextCache: ...
+
+    @overload
+    def new_cache(
+        self,
+        batch: int = 1,
+        capacity: int | None = None,
+        *,
+        window: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Cache: ...
+
+    def new_cache(
+        self,
+        batch: int = 1,
+        capacity: int | None = None,
+        *,
+        window: int | None = None,
+        context: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Cache | ContextCache:
+        """A cache for this layer: of fixed `capacity`, sliding over the newest `window` tokens, or else growing.
+
+        With `context`, (K,C) or (B,K,C): its keys and values, projected now, for cross-attention later.
+        """
+        if context is not None:
+            if capacity is not None or window is not None:
+                raise ValueError("context= is projected once and never grows: give no capacity= or window= with it")
+            context = context[None] if context.dim() == 2 else context
+            self._check_input("context", context, self.sizes.C, self.k_proj)
+            where = self._positions("context_positions", context_positions, context, 0)
+            k = self.k_proj(context).unflatten(-1, (-1, self.sizes.D))
+            v = self.v_proj(context).unflatten(-1, (-1, self.sizes.V))
+            return ContextCache(self._turn(k, self.k_norm, where), steps.split(v))
+        weight = self.k_proj.weight
+        return Cache(
+            batch,
+            self.k_proj.out_features // self.sizes.D,
+            self.sizes.D,
+            self.sizes.V,
+            capacity=capacity,
+            window=window,
+            device=weight.device if device is None else device,
+            dtype=weight.dtype if dtype is None else dtype,
+        )
+
+    def _tap(self, name: str, t: Tensor) -> Tensor:
+        for tap in self._taps:
+            t = tap(name, t)
+        return t
+
+    def _positions(self, name: str, given: Tensor | None, x: Tensor, first: int | Tensor) -> Tensor | None:
+        """Where the tokens of `x` stand, (N,) or (B, N), as given or counted on from `first`; None without RoPE."""
+        if given is not None:
+            if not isinstance(given, Tensor) or given.dtype.is_floating_point or given.dtype == torch.bool:
+                what = describe(given) if isinstance(given, Tensor) else repr(given)
+                raise TypeError(f"{name} is {what}: expected a tensor of whole numbers")
+            check_broadcast(name, given, x.shape[:2], "(B,N)")
+        if self.rope is None or given is not None:
+            return given
+        return torch.arange(x.shape[1], device=x.device) + (first[:, None] if isinstance(first, Tensor) else first)
+
+    def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Module) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
+        letter = "E" if name == "x" else "C"
+        if x.dim() not in (2, 3):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected (N,{letter}) or (B,N,{letter})")
+        if x.shape[-1] != width:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected the last axis to be {letter}={width}")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} has dtype {x.dtype}: expected a floating dtype")
+        if type(projection) is nn.Linear and not torch.is_autocast_enabled(x.device.type):
+            weight = projection.weight
+            if (x.dtype, x.device) != (weight.dtype, weight.device):
+                raise ValueError(
+                    f"{name} is {describe(x)}, but the layer's weights are {weight.dtype} on {weight.device}"
+                )
+
+    def _check_lengths(
+        self, lengths: Tensor | list[int] | None, x: Tensor, context: Tensor | None, cache: Cache | ContextCache | None
+    ) -> Tensor | None:
+        if lengths is None:
+            return None
+        if context is not None or isinstance(cache, ContextCache):
+            raise ValueError("lengths= counts the tokens of x that join the keys; with a context give mask=Padding(…)")
+        real = torch.as_tensor(lengths, device=x.device)
+        if real.dtype.is_floating_point or real.dtype == torch.bool or real.shape != x.shape[:1]:
+            raise ValueError(
+                f"lengths is {describe(real)}: expected a whole number for each of the B={x.shape[0]} rows"
+            )
+        if real.numel() and not torch.compiler.is_compiling():
+            low, high = int(real.min()), int(real.max())
+            if low < 0 or high > x.shape[1]:
+                raise ValueError(f"lengths={real.tolist()}: expected 0…{x.shape[1]}, the number of tokens in x")
+        return real
+
+    def _check_context_cache(self, cache: ContextCache, x: Tensor, context: Tensor | None) -> None:
+        if context is not None:
+            raise ValueError("the cache already holds the keys and values of a context: leave out context=")
+        B, G, _, D = cache.k.shape
+        if (B, D, cache.v.shape[3]) != (x.shape[0], self.sizes.D, self.sizes.V):
+            raise ValueError(
+                f"the context cache holds B={B}, G={G}, D={D}, V={cache.v.shape[3]}, but this call has B={x.shape[0]}, "
+                f"D={self.sizes.D}, V={self.sizes.V}: make it with this layer's new_cache(context=…)"
+            )

@@ -1,0 +1,177 @@
+"""Traces as text: each step with its formula, its shapes and its numbers, and the weights as heat maps.
+
+Colour helps and is never needed: a heat map has its percentages, or shades, in its characters.
+"""
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from multihead.trace import Trace
+
+MOST_ITEMS = 16  # rows and columns of a heat map, and rows of a table
+MOST_HEADS = 16
+MOST_NUMBERS = 5
+SHADES = " ·░▒▓█"
+PERCENT_UP_TO = 8  # keys: above that, a cell is a shade instead of a percentage
+
+
+def to_text(trace: "Trace") -> str:
+    """The trace for `print`: coloured where that goes to a terminal that shows colours."""
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((100, 24)).columns
+    console = Console(file=io.StringIO(), force_terminal=coloured, width=width, legacy_windows=False, highlight=False)
+    console.print(render(trace))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip("\n")
+
+
+def render(trace: "Trace") -> RenderableType:
+    """The trace as something rich can print."""
+    parts: list[RenderableType] = [_headline(trace)]
+    for step in trace.steps:
+        parts += [Text(), Rule(Text(f"{step.number} {step.title}", "bold"), align="left", characters="─")]
+        parts.append(_wrapped(step.does))
+        parts.append(Padding(Text(step.formula, "cyan"), (0, 2)))
+        parts += [Padding(part, (0, 2)) for part in _shapes(trace, step.names)]
+        parts += [Padding(part, (0, 2)) for part in _pictures(trace, step.number)]
+    return Group(*parts)
+
+
+def _wrapped(sentence: str) -> Padding:
+    return Padding(Text(sentence), (0, 2))
+
+
+def _headline(trace: "Trace") -> Text:
+    s, N = trace.sizes, len(trace.labels)
+    heads = f"{s.H} heads of width {s.D}" + (f" on {s.G} key/value heads" if s.G != s.H else "")
+    return Text(f"Multi-head attention: {N} items of width {s.E}, {heads}", "bold")
+
+
+def _shapes(trace: "Trace", names: Sequence[str]) -> list[Text]:
+    """`q (4, 1024) → (4, 8, 128)`: what goes in and what comes out, for each name of a step."""
+    before = {
+        "q": "x", "k": "context", "v": "context", "q_heads": "q", "k_heads": "k", "v_heads": "v", "scores": "q_heads",
+        "masked": "scores", "weights": "masked", "heads": "weights", "transposed": "heads", "merged": "transposed",
+        "output": "merged",
+    }  # fmt: skip
+    lines = []
+    for name in names:
+        if name not in trace:
+            continue
+        source = before[name] if before[name] in trace else "x"
+        line = Text(f"{name:<11}", "bold green")
+        if source in trace:
+            line.append(f"{tuple(trace[source].shape)} → ", "dim")
+        lines.append(line.append(f"{tuple(trace[name].shape)}", "not bold default"))
+    return lines
+
+
+def _pictures(trace: "Trace", number: int) -> list[RenderableType]:
+    """The numbers of a step that fit on a screen."""
+    if number == 1:
+        q = _one(trace, "q")
+        return [_table(f"q, head 0 (first numbers of {q.shape[-1]})", trace.labels, q[:, 0])]
+    if number == 3:
+        pictures = [_mask(trace)]
+        scores = _one(trace, "scores")
+        if scores.shape[-1] <= PERCENT_UP_TO:
+            pictures.append(_table("scores, head 0: query down, key across", trace.labels, scores[0], trace.key_labels))
+        return [*pictures, *_heat_maps(trace)]
+    if number == 4:
+        heads = _one(trace, "heads")
+        return [_table(f"heads, head 0 (first numbers of {heads.shape[-1]})", trace.labels, heads[0])]
+    if number == 7:
+        out = _one(trace, "output")
+        return [_table(f"output (first numbers of {out.shape[-1]})", trace.labels, out), *_meanings(trace)]
+    return []
+
+
+def _one(trace: "Trace", name: str) -> Tensor:
+    """The intermediate without its batch axis: the first row of the batch."""
+    t = trace[name]
+    return (t[0] if trace["x"].dim() == 3 else t).float()
+
+
+def _short(name: str, width: int) -> str:
+    return name if len(name) <= width else name[: width - 1] + "…"
+
+
+def _table(title: str, rows: Sequence[str], numbers: Tensor, columns: Sequence[str] | None = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="italic", box=None, pad_edge=False, padding=(0, 1))
+    shown = numbers[:MOST_ITEMS, : MOST_NUMBERS if columns is None else PERCENT_UP_TO]
+    table.add_column("")
+    for n in range(shown.shape[1]):
+        table.add_column("" if columns is None else _short(columns[n], 9), justify="right", style="default")
+    table.show_header = columns is not None
+    for name, row in zip(rows, shown.tolist()):
+        more = ["…"] if columns is None and numbers.shape[1] > MOST_NUMBERS else []
+        table.add_row(Text(_short(name, 12), "yellow"), *[f"{value:.3f}" for value in row], *more)
+    if len(rows) > MOST_ITEMS:
+        table.caption = f"the first {MOST_ITEMS} of {len(rows)} items"
+        table.caption_justify = "left"
+    return table
+
+
+def _mask(trace: "Trace") -> RenderableType:
+    hidden = _one(trace, "masked")[0] == -torch.inf  # (Q, K)
+    if not bool(hidden.any()):
+        return Text("no mask: every item sees every item", "italic")
+    lines = [Text("mask, head 0: ■ may attend, · hidden; query down, key across", "italic")]
+    for name, row in zip(trace.labels[:MOST_ITEMS], hidden[:MOST_ITEMS, : 2 * MOST_ITEMS].tolist()):
+        lines.append(
+            Text(f"{_short(name, 12):<13}", "yellow").append(" ".join("·" if h else "■" for h in row), "default")
+        )
+    return Group(*lines)
+
+
+def _heat_maps(trace: "Trace") -> list[RenderableType]:
+    weights = _one(trace, "weights")  # (H, Q, K)
+    H, Q, K = weights.shape
+    percent = K <= PERCENT_UP_TO
+    unit = "in percent" if percent else f"as shades, {SHADES[1]} least to {SHADES[-1]} most"
+    title = f"weights of every head, {unit}; query down, key across, each row adds up to 1"
+    maps = [_heat_map(f"head {h}", trace.labels, weights[h], percent) for h in range(min(H, MOST_HEADS))]
+    parts: list[RenderableType] = [Text(title, "italic"), Columns(maps, padding=(0, 3))]
+    left = [f"the first {MOST_HEADS} of {H} heads"] if H > MOST_HEADS else []
+    left += [f"the first {MOST_ITEMS} of {max(Q, K)} items"] if max(Q, K) > MOST_ITEMS else []
+    return [*parts, Text(f"({', '.join(left)})", "dim")] if left else parts
+
+
+def _heat_map(title: str, rows: Sequence[str], weights: Tensor, percent: bool) -> Text:
+    width = max((len(_short(name, 9)) for name in rows[:MOST_ITEMS]), default=0)
+    picture = Text(title, "bold")
+    for name, row in zip(rows[:MOST_ITEMS], weights[:MOST_ITEMS, :MOST_ITEMS].tolist()):
+        picture.append(f"\n{_short(name, 9):<{width}} ", "not bold yellow")
+        for weight in row:
+            level = min(max(weight, 0.0), 1.0) if weight == weight else 0.0
+            cell = f"{100 * weight:4.0f}" if percent else SHADES[round(level * (len(SHADES) - 1))] * 2
+            heat = round(255 * level**0.5)  # the root brings out small weights
+            ink = "black" if heat > 140 else "white"
+            picture.append(cell, f"not bold {ink} on rgb({heat},{round(heat * 0.55)},{60 - round(heat * 0.2)})")
+    return picture
+
+
+def _meanings(trace: "Trace") -> list[RenderableType]:
+    """What each output row now stands for: the items it could see."""
+    if trace.labels != trace.key_labels or len(trace.labels) > MOST_ITEMS:
+        return []
+    seen = _one(trace, "masked")[0] != -torch.inf
+    lines = [Text("each row now carries what it learnt from the rows it may see:", "italic")]
+    for name, row in zip(trace.labels, seen.tolist()):
+        words = " ".join(item for item, visible in zip(trace.key_labels, row) if visible)
+        lines.append(Text(f"{_short(name, 12):<13}", "yellow").append(f"“{words}”", "default"))
+    return list(lines)
