@@ -82,8 +82,11 @@ class Comparison:
 
     @property
     def noise(self):
-        """How far the interval strays from 1. Of an A/A run: the smallest difference that means anything."""
-        return max(abs(self.low - 1), abs(self.high - 1))
+        """How far from 1 the interval reaches, as a factor less 1, alike for 1.25 and 0.8.
+
+        Of an A/A run: the smallest difference that means anything.
+        """
+        return max(self.high, 1 / self.low) - 1
 
 
 @dataclass(frozen=True)

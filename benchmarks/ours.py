@@ -17,7 +17,7 @@ def mask_of(mask):
 
 def attend(case, q, k, v):
     mask = mask_of(case.mask)
-    return Local(NAME, lambda: mh.attend(q, k, v, mask=mask))
+    return Local(NAME, lambda: mh.attend(q, k, v, mask=mask), detail=mh.explain(q, k, v, mask=mask).backend)
 
 
 def layer(case, x, weights):

@@ -15,11 +15,13 @@ from benchmarks.runner import CaseResult
 COLUMNS = (
     "case", "ours", "of ceiling", "A/A", "peer", "ratio", "95 % interval", "min/min", "goal", "verdict", "blocks",
 )  # fmt: skip
+TOO_NOISY = 0.05
 READING = (
     "Ratio: the peer's time over ours, median of paired blocks; above 1 ours is faster. A/A: ours against itself, the "
     "smallest difference that means anything. Of ceiling: the least time this machine could need for the useful work "
     "(visible pairs only) over ours. Goal: the ratio aimed at, 1 where nothing is said. "
-    "Blocks: counted / run; the rest were left out because the clock moved."
+    "Blocks: counted / run; the rest were left out because the clock moved; restless: too few were "
+    "steady, so the steadiest were kept."
 )
 
 
@@ -39,13 +41,13 @@ def verdict(comparison, noise, wanted):
     """Faster, slower or even, beyond the noise; then what became of the goal."""
     if comparison.low > 1 + noise:
         word = "faster"
-    elif comparison.high < 1 - noise:
+    elif comparison.high < 1 / (1 + noise):
         word = "slower"
     else:
         word = "even"
     if comparison.ratio >= wanted:
         return f"{word}, goal met"
-    return f"{word}, goal {'within noise' if comparison.ratio >= wanted - noise else 'missed'}"
+    return f"{word}, goal {'within noise' if comparison.ratio * (1 + noise) >= wanted else 'missed'}"
 
 
 def rows(report):
@@ -57,7 +59,8 @@ def rows(report):
             continue
         least, which = report.ceilings.seconds(result.case)
         noise = result.noise
-        ours = (name, duration(noise.a_seconds), f"{least / noise.a_seconds:.0%} {which}", f"±{noise.noise:.1%}")
+        took = duration(result.seconds) + (f" ({result.backend})" if result.backend else "")
+        ours = (name, took, f"{least / result.seconds:.0%} {which}", f"±{noise.noise:.1%}")
         for peer in result.peers:
             label = f"{peer.name} ({peer.detail})" if peer.detail else peer.name
             wanted = goal(result.case, peer.name)
@@ -73,7 +76,7 @@ def rows(report):
                 f"{c.min_ratio:.2f}",
                 f"{wanted:g}",
                 verdict(c, noise.noise, wanted),
-                f"{c.blocks - c.rejected}/{c.blocks}",
+                f"{c.blocks - c.rejected}/{c.blocks}{' restless' if c.note else ''}",
             )
 
 
@@ -81,6 +84,9 @@ def notes(report):
     """Everything a reader should know before believing the table."""
     if not report.complete:
         yield f"Interrupted: {len(report.results)} of {report.planned} cases."
+    noisy = [result.case.name for result in report.results if result.noise and result.noise.noise > TOO_NOISY]
+    if noisy:
+        yield f"A/A noise above {TOO_NOISY:.0%}, so run these again on an idle machine: {', '.join(noisy)}."
     for result in report.results:
         named = [(peer.name, peer.comparison) for peer in result.peers] + [("A/A", result.noise)]
         for name, comparison in named:

@@ -20,7 +20,8 @@ class PeerResult:
 @dataclass
 class CaseResult:
     case: object
-    error: float | None = None
+    backend: str = ""  # the one that ran, where the package says so
+    error: float | None = None  # largest, against the oracle
     bound: float | None = None
     noise: Comparison | None = None  # ours against itself
     refused: str = ""  # why ours was not timed
@@ -43,6 +44,7 @@ def run_case(case, *, threads, seconds, skipped=(), step=lambda part, done, tota
     outcome.bound = problem.bound
     try:
         ours = problem.ours()
+        outcome.backend = ours.detail
         outcome.error = check(ours.name, ours.result(), problem.exact, problem.bound)
     except Exception as error:  # a refusal in words, or a bug: neither may end the other cases
         outcome.refused = _in_words(error)

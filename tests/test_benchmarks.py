@@ -17,6 +17,7 @@ from benchmarks.ceilings import Ceilings, working_set
 from benchmarks.peers import runtimes, sdpa
 from benchmarks.problems import problem_of
 
+MASKS = [FULL, CAUSAL, Mask(causal=True, window=3), Mask(documents=(2, 5, 4)), Mask(causal=True, documents=(2, 5, 4))]
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
 STEADY = [1.0] * 100
 
@@ -39,6 +40,7 @@ def stand_in(monkeypatch):
     package = SimpleNamespace(
         wrong=lambda out: out,
         attend=lambda q, k, v, mask=None: package.wrong(oracle.attend(q, k, v, mask or FULL, torch.float32)),
+        explain=lambda q, k, v, mask=None: SimpleNamespace(backend="oracle"),
         Causal=lambda window=None: Mask(causal=True, window=window),
         Documents=lambda lengths: Mask(documents=tuple(lengths)),
         MultiHeadAttention=StandInLayer,
@@ -157,7 +159,7 @@ def a_report(**changes):
     case = Attend(1, 2, 2, 11, 11, 3, Mask(documents=(2, 5, 4)), "a | b")
     peers = [runner.PeerResult(SDPA, "padded | to 5", fast), runner.PeerResult(PER_DOCUMENT, comparison=slow)]
     results = [
-        runner.CaseResult(case, 1e-7, 2e-7, even, peers=peers),
+        runner.CaseResult(case, "native", 1e-7, 2e-7, even, peers=peers),
         runner.CaseResult(TINY, refused="off by 1", peers=[runner.PeerResult(SDPA, reason="not timed")]),
     ]
     ceilings = Ceilings(1e9, {working_set(TINY): 1e9})
@@ -172,7 +174,7 @@ def test_markdown_is_one_whole_table_with_losses_refusals_and_notes():
     assert {line.count("|") for line in table} == {len(report.COLUMNS) + 1}
     assert len(table) == 2 + 3
     assert "| 2.00 | 2.00 – 2.00 | 2.00 | 1 | faster, goal met | 9/9 |" in text
-    assert "slower, goal missed | 5/9 |" in text
+    assert "slower, goal missed | 5/9 restless |" in text
     assert "refused" in text
     assert "off by 1" in text
     assert f"{PER_DOCUMENT}: restless clock" in text
@@ -195,6 +197,8 @@ def test_a_goal_just_missed_is_told_from_one_within_the_noise():
     assert report.verdict(found, 0.02, 1.11) == "faster, goal within noise"
     assert report.verdict(found, 0.02, 1.5) == "faster, goal missed"
     assert report.verdict(found, 0.2, 1.0) == "even, goal met"
+    lost = measure.summarise([([1.0, 1.0], [0.1, 0.1])] * 9, STEADY[:10])
+    assert report.verdict(lost, 1.5, 1.0) == "slower, goal missed"
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
@@ -224,6 +228,28 @@ def test_a_quick_run_from_end_to_end(stand_in, tmp_path, capsys):
     assert result["noise"]["blocks"] >= measure.FEWEST_BLOCKS
     assert result["peers"][0]["comparison"]["ratio"] > 0
     assert result["error"] <= result["bound"]
+
+
+def test_the_package_itself_goes_through_by_a_named_backend(tmp_path):
+    path = tmp_path / "run.json"
+    assert (
+        cli.main(["--case", "1x8x63x40", "--seconds-per-case", "0.1", "--backend", "reference", "--json", str(path)])
+        == 0
+    )
+    run = json.loads(path.read_text())
+    assert run["machine"]["backend"] == "reference"
+    assert {result["backend"] for result in run["results"]} == {"reference"}
+
+
+def test_the_layer_of_the_package_takes_the_weights_of_the_case():
+    problem = problem_of(Layer(2, 5, 24, 3, CAUSAL, ""), threads=1)
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.label)
+def test_the_package_means_by_its_masks_what_the_cases_mean(mask):
+    problem = problem_of(Attend(1, 2, 2, 11, 11, 3, mask, ""), threads=1)
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
 
 
 def test_the_list_names_every_case(capsys):
