@@ -39,7 +39,9 @@ class LayerProblem:
     def peer(self, name):
         if name in layers.BUILDERS:
             return layers.BUILDERS[name](self.case, self.x, self.weights)
-        return runtimes.build(name, self.case, self.x, self.weights, self.threads, self.exact, self.bound)
+        return runtimes.build(
+            name, self.case, self.x, self.weights, self.threads, self.exact, self.bound * oracle.PEER_ALLOWANCE
+        )
 
 
 def problem_of(case, threads):

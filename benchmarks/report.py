@@ -88,6 +88,10 @@ def notes(report):
     if noisy:
         yield f"A/A noise above {TOO_NOISY:.0%}, so run these again on an idle machine: {', '.join(noisy)}."
     for result in report.results:
+        for peer in result.peers:
+            if peer.error is not None and peer.error > result.bound:
+                times = f"{peer.error / result.bound:.1f} times"
+                yield f"{result.case.name}, {peer.name}: timed although its error is {times} the bound for ours."
         named = [(peer.name, peer.comparison) for peer in result.peers] + [("A/A", result.noise)]
         for name, comparison in named:
             if comparison is not None and comparison.note:

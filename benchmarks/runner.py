@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from benchmarks.measure import Comparison, compare
-from benchmarks.oracle import WrongResult, check
+from benchmarks.oracle import PEER_ALLOWANCE, WrongResult, check
 from benchmarks.peers.runtimes import Unavailable
 from benchmarks.problems import problem_of
 
@@ -70,7 +70,7 @@ def _run_peer(name, problem, ours, seconds, step):
     try:
         peer = problem.peer(name)
         result.detail = peer.detail
-        result.error = check(name, peer.result(), problem.exact, problem.bound)
+        result.error = check(name, peer.result(), problem.exact, problem.bound * PEER_ALLOWANCE)
         result.comparison = compare(ours, peer, seconds=seconds, tick=lambda *at: step(name, *at))
     except (Unavailable, WrongResult) as error:
         result.reason = str(error)

@@ -111,6 +111,27 @@ def test_a_wrong_result_of_a_peer_is_refused_not_timed(stand_in, monkeypatch):
     assert "is off by" in peer.reason
 
 
+def off_by(case, q, k, v, factor):
+    """A peer whose largest error is `factor` times what ours may have."""
+    problem = problem_of(case, threads=1)
+    return measure.Local(SDPA, lambda: problem.exact + factor * problem.bound)
+
+
+@pytest.mark.parametrize(("factor", "timed"), [(0.9, True), (2.0, True), (5.0, False)])
+def test_a_peer_a_little_less_exact_is_timed_with_a_note(stand_in, monkeypatch, factor, timed):
+    monkeypatch.setitem(sdpa.BUILDERS, SDPA, lambda *tensors: off_by(*tensors, factor))
+    outcome = runner.run_case(TINY, threads=1, seconds=0.01)
+    assert (outcome.peers[0].comparison is not None) == timed
+    told = " ".join(report.notes(a_report(results=[outcome], planned=1)))
+    assert ("its error is 2.0 times the bound" in told) == (factor == 2.0)
+
+
+def test_ours_gets_no_such_allowance(stand_in):
+    bound = problem_of(TINY, threads=1).bound
+    stand_in.wrong = lambda out: out + 2 * bound
+    assert "is off by" in runner.run_case(TINY, threads=1, seconds=0.01).refused
+
+
 def test_an_error_of_ours_is_told_and_ends_nothing(stand_in):
     def refuse(out):
         raise ValueError("no softcap here")
