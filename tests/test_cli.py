@@ -93,7 +93,7 @@ BAD = [
     (["show", "  "], "the text is empty"),
     (["show", "two words", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
     (["show", "--mask", "diagonal"], "'diagonal' is not one of"),
-    (["shapes", "wide", "8"], "'wide' is not"),
+    (["shapes", "wide", "8"], "Invalid value for 'E'"),
     (["paint"], "No such command 'paint'"),
 ]
 
