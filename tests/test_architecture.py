@@ -70,6 +70,16 @@ def test_nothing_imports_upwards() -> None:
 
 
 def test_import_needs_no_optional_dependency() -> None:
-    blocked = ["transformers", "onnx", "onnxruntime", "openvino", "hypothesis", "pytest", "matplotlib", "PIL", "tokenizers"]
+    blocked = [
+        "transformers",
+        "onnx",
+        "onnxruntime",
+        "openvino",
+        "hypothesis",
+        "pytest",
+        "matplotlib",
+        "PIL",
+        "tokenizers",
+    ]
     script = f"import sys\nfor name in {blocked}: sys.modules[name] = None\nimport multihead\nassert 'typer' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -75,7 +75,14 @@ def test_shapes_are_those_of_a_real_layer(options: dict) -> None:
 
 def test_info_says_what_is_there() -> None:
     told = run("info").stdout
-    for part in (f"multihead      {mh.__version__}", "native module", "cpu", "sdpa → reference", "softcap", "mh.explain"):
+    for part in (
+        f"multihead      {mh.__version__}",
+        "native module",
+        "cpu",
+        "sdpa → reference",
+        "softcap",
+        "mh.explain",
+    ):
         assert part in told
 
 

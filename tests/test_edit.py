@@ -106,6 +106,8 @@ def test_bad_edits_are_named(layer, edit, message: str) -> None:
 def test_a_patch_of_the_wrong_shape_is_named(layer, x) -> None:
     with (
         mh.patch(layer, "q", lambda t: t[:1]),
-        pytest.raises(ValueError, match=r"the patch of 'q' gave \(1, 5, 6, 4\): expected a tensor of shape \(2, 5, 6, 4\)"),
+        pytest.raises(
+            ValueError, match=r"the patch of 'q' gave \(1, 5, 6, 4\): expected a tensor of shape \(2, 5, 6, 4\)"
+        ),
     ):
         layer(x)
