@@ -192,7 +192,8 @@ def read_masks(
         if hidden is None:
             bias = t if bias is None else bias + t
         else:
-            mask = _as_mask(hidden) if mask is None else mask & _as_mask(hidden)
+            part = _as_mask(hidden, S)
+            mask = part if mask is None else mask & part
     visible = lower(mask, frame, B, H)
     if not extra:
         return visible, bias
@@ -237,14 +238,14 @@ def _as_hidden(t: Tensor) -> Tensor | None:
     return hidden if bool((hidden | (t == 0)).all()) else None
 
 
-def _as_mask(hidden: Tensor) -> Mask:
+def _as_mask(hidden: Tensor, S: int) -> Mask:
     """What `hidden` leaves to be seen: as intervals where it is padding at the right or causal, else as it is."""
     seen = ~hidden
     if readable(seen):
-        B, H, L, S = seen.shape
-        if L == H == 1 <= S and torch.equal(seen, seen.cummin(-1).values):
+        B, H, L, keys = seen.shape
+        if L == H == 1 and keys == S > 0 and torch.equal(seen, seen.cummin(-1).values):
             return Padding(seen.sum(-1).view(B))
-        if B == H == 1 < L == S and torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril()):
+        if B == H == 1 and L == keys == S and torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril()):
             return Causal()
     return Allowed(seen)
 
