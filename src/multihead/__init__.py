@@ -16,6 +16,7 @@ from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, W
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
 from multihead.trace import Trace, trace
+from multihead.weights import load_weights, save_weights
 
 __version__ = version("multihead")
 
@@ -38,6 +39,8 @@ __all__ = [
     "attend",
     "backend",
     "explain",
+    "load_weights",
     "patch",
+    "save_weights",
     "trace",
 ]
