@@ -6,35 +6,21 @@ run on the same input.
 
 import importlib
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+import real_attention as real
 import torch
-from torch import Tensor, nn
+from real_attention import CONTEXT, GROUPED, MODEL, PLAIN, B, E, G, H, N, Real, by_hand, plain, randomised, rotary
 from torch.testing import assert_close
 
 import multihead as mh
 from multihead.positions import alibi
 from multihead.weights import LAYOUTS
 from multihead.weights.layouts import REGISTERED
-
-B, N, E, H, G = 2, 5, 24, 6, 2
-CAUSAL = torch.full((1, 1, N, N), torch.finfo(torch.float32).min).triu(1)
-MODEL = {"hidden_size": E, "num_attention_heads": H}
-GROUPED = MODEL | {"num_key_value_heads": G}
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-@dataclass
-class Real:
-    """A class of another library: its state dict, and what it computes."""
-
-    state: dict[str, Any]
-    run: Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -45,186 +31,6 @@ class Case:
     call: dict[str, Any] = field(default_factory=dict)
     auto: bool = True  # recognised as this layout
     why: str = ""
-    width: int = E
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.3)
-    return module.eval()
-
-
-def hf(
-    family: str, name: str, config: str, *args: Any, inside: Callable | None = None, **options: Any
-) -> tuple[Any, Any]:
-    """A module of transformers and its configuration."""
-    made = getattr(importlib.import_module(f"transformers.models.{family}.configuration_{family}"), config)(**options)
-    made._attn_implementation = "eager"
-    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return randomised(getattr(modeling, name)(made, *args)), (made, modeling)
-
-
-def plain(*made: Any, **options: Any) -> Callable[[], Real]:
-    """A module whose forward takes x and a mask."""
-
-    def build() -> Real:
-        module, _ = hf(*made, **options)
-        return Real(module.state_dict(), lambda x: module(x)[0])
-
-    return build
-
-
-def by_hand(family: str, name: str) -> Callable[[], Real]:
-    """BART and Whisper: made from sizes, with a configuration for the implementation's name only."""
-
-    def build() -> Real:
-        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        configuration = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-        config = getattr(configuration, f"{family.capitalize()}Config")()
-        config._attn_implementation = "eager"
-        module = randomised(getattr(modeling, name)(E, H, config=config))
-        return Real(module.state_dict(), lambda x: module(x)[0])
-
-    return build
-
-
-def rotary(family: str, prefix: str, config: str, **options: Any) -> Callable[[], Real]:
-    """A causal module that is given RoPE's cosines and sines."""
-
-    def build() -> Real:
-        module, (made, modeling) = hf(family, f"{prefix}Attention", config, 0, **options)
-        turn = getattr(modeling, f"{prefix}RotaryEmbedding")(made)
-        kinds = {"layer_type": made.layer_types[0]} if family == "gemma3" else {}
-
-        def run(x: Tensor) -> Tensor:
-            embeddings = turn(x, torch.arange(N)[None], **kinds)
-            names = {"falcon": {"alibi": None}}.get(family, {})
-            return module(x, attention_mask=CAUSAL, position_embeddings=embeddings, **names)[0]
-
-        return Real(module.state_dict(), run)
-
-    return build
-
-
-def torch_packed() -> Real:
-    module = randomised(nn.MultiheadAttention(E, H, batch_first=True))
-    return Real(module.state_dict(), lambda x: module(x, x, x)[0])
-
-
-def torch_without_bias() -> Real:
-    module = randomised(nn.MultiheadAttention(E, H, batch_first=True, bias=False))
-    return Real(module.state_dict(), lambda x: module(x, x, x)[0])
-
-
-CONTEXT = torch.linspace(-1, 1, B * 7 * 10).sin().view(B, 7, 10)
-
-
-def torch_split() -> Real:
-    module = randomised(nn.MultiheadAttention(E, H, batch_first=True, kdim=10, vdim=10))
-    return Real(module.state_dict(), lambda x: module(x, CONTEXT, CONTEXT)[0])
-
-
-def gpt2() -> Real:
-    module, _ = hf("gpt2", "GPT2Attention", "GPT2Config", False, 0, n_embd=E, n_head=H)
-    return Real(module.state_dict(), lambda x: module(x, attention_mask=CAUSAL)[0])
-
-
-def nanogpt() -> Real:
-    attend, output = nn.Linear(E, 3 * E), nn.Linear(E, E)
-
-    def run(x: Tensor) -> Tensor:
-        q, k, v = (t.view(B, N, H, E // H).transpose(1, 2) for t in attend(x).split(E, dim=2))
-        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return output(heads.transpose(1, 2).reshape(B, N, E))
-
-    module = randomised(nn.ModuleDict({"c_attn": attend, "c_proj": output}))
-    return Real(module.state_dict() | {"bias": torch.ones(1, 1, N, N).tril()}, run)
-
-
-def bloom() -> Real:
-    module, (_, modeling) = hf("bloom", "BloomAttention", "BloomConfig", 0, hidden_size=E, n_head=H)
-    slopes = modeling.build_alibi_tensor(torch.ones(B, N), H, torch.float32)
-    return Real(module.state_dict(), lambda x: module(x, torch.zeros_like(x), slopes, CAUSAL)[0])
-
-
-def bert() -> Real:
-    module, _ = hf("bert", "BertAttention", "BertConfig", **MODEL)
-    return Real(module.state_dict(), lambda x: module.output.dense(module.self(x)[0]))
-
-
-def t5() -> Real:
-    module, _ = hf("t5", "T5Attention", "T5Config", True, 0, d_model=E, d_kv=7, num_heads=H)
-    return Real(module.state_dict(), lambda x: module(x, position_bias=torch.zeros(1, H, N, N))[0])
-
-
-def gptj() -> Real:
-    module, _ = hf("gptj", "GPTJAttention", "GPTJConfig", 0, n_embd=E, n_head=3, rotary_dim=4)
-    return Real(module.state_dict(), lambda x: module(x, attention_mask=CAUSAL, position_ids=torch.arange(N)[None])[0])
-
-
-def meta_llama() -> Real:
-    """Llama's weights as Meta has them: what Hugging Face's conversion undoes, row by row."""
-    real = rotary("llama", "Llama", "LlamaConfig", **GROUPED, head_dim=8)()
-
-    def interleave(w: Tensor, heads: int) -> Tensor:
-        return w.view(heads, 2, 4, E).transpose(1, 2).reshape(-1, E)
-
-    state = {f"w{part}.weight": real.state[f"{part}_proj.weight"] for part in "qkvo"}
-    state |= {f"w{part}.weight": interleave(state[f"w{part}.weight"], n) for part, n in (("q", H), ("k", G))}
-    return Real(state, real.run)
-
-
-def timm(qkv_bias: bool) -> Callable[[], Real]:
-    def build() -> Real:
-        try:
-            importlib.import_module("torchvision")
-        except ModuleNotFoundError:
-            pytest.skip("timm is optional, and needs torchvision")
-        except RuntimeError:  # a build for another torch lacks the operators that it registers for
-            for name in ("nms", "qnms"):
-                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
-        attention = pytest.importorskip("timm.layers.attention", reason="timm is optional", exc_type=ImportError)
-        module = randomised(attention.Attention(E, num_heads=H, qkv_bias=qkv_bias))
-        return Real(module.state_dict(), module)
-
-    return build
-
-
-def keras(grouped: bool) -> Callable[[], Real]:
-    def build() -> Real:
-        os.environ["KERAS_BACKEND"] = "torch"
-        pytest.importorskip("keras", reason="keras is optional")
-        layers = importlib.import_module("keras.layers")
-        if grouped:
-            layer = layers.GroupQueryAttention(head_dim=5, num_query_heads=H, num_key_value_heads=G)
-        else:
-            layer = layers.MultiHeadAttention(H, 5, value_dim=7)
-        one = np.zeros((1, 2, E), "float32")
-        layer(one, one)
-        rng = np.random.default_rng(0)
-        layer.set_weights([rng.normal(0, 0.3, w.shape) for w in layer.weights])
-        state = {w.path.split("/", 1)[1]: w.value.detach() for w in layer.weights}
-        return Real(state, lambda x: layer(x, x))
-
-    return build
-
-
-def linen() -> Real:
-    pytest.importorskip("flax", reason="flax is optional")
-    jax, flax = importlib.import_module("jax"), importlib.import_module("flax.linen")
-    module = flax.MultiHeadDotProductAttention(num_heads=H, qkv_features=H * 5, out_features=E)
-    drawn = module.init(jax.random.key(0), np.zeros((1, 2, E), "float32"))
-    drawn = jax.tree.map(lambda t: t + 0.1 * jax.random.normal(jax.random.key(t.size), t.shape), drawn)
-    return Real(drawn["params"], lambda x: torch.as_tensor(np.array(module.apply(drawn, x.numpy()))))
-
-
-def nnx() -> Real:
-    pytest.importorskip("flax", reason="flax is optional")
-    flax = importlib.import_module("flax.nnx")
-    module = flax.MultiHeadAttention(H, E, H * 5, out_features=E, rngs=flax.Rngs(0), decode=False)
-    state = flax.to_pure_dict(flax.state(module, flax.Param))
-    return Real(state, lambda x: torch.as_tensor(np.array(module(x.numpy()))))
 
 
 ROPE, UNBIASED, CAUSALLY = {"rope": mh.RoPE()}, {"bias": False}, {"mask": mh.Causal()}
@@ -233,11 +39,11 @@ LLAMA = GROUPED | {"head_dim": 8}
 FALCON = MODEL | {"alibi": False}
 
 CASES = [
-    Case("torch", torch_packed),
-    Case("torch", torch_without_bias, UNBIASED, why="no bias"),
-    Case("torch-split", torch_split, {"context_dim": 10}, {"context": CONTEXT}),
-    Case("gpt2", gpt2, {}, CAUSALLY),
-    Case("nanogpt", nanogpt, {}, CAUSALLY, why="GPT-2's names, another shape"),
+    Case("torch", real.torch_packed),
+    Case("torch", real.torch_without_bias, UNBIASED, why="no bias"),
+    Case("torch-split", real.torch_split, {"context_dim": 10}, {"context": CONTEXT}),
+    Case("gpt2", real.gpt2, {}, CAUSALLY),
+    Case("nanogpt", real.nanogpt, {}, CAUSALLY, why="GPT-2's names, another shape"),
     Case(
         "gpt-neox",
         rotary("gpt_neox", "GPTNeoX", "GPTNeoXConfig", **MODEL | {"num_attention_heads": 3}),
@@ -245,7 +51,7 @@ CASES = [
         CAUSALLY,
         why="partial width",
     ),
-    Case("bloom", bloom, {}, CAUSALLY | {"bias": alibi(H, N, N)}),
+    Case("bloom", real.bloom, {}, CAUSALLY | {"bias": alibi(H, N, N)}),
     Case(
         "falcon",
         rotary("falcon", "Falcon", "FalconConfig", **FALCON, num_kv_heads=G, new_decoder_architecture=True),
@@ -267,16 +73,16 @@ CASES = [
         CAUSALLY,
         why="multi-head",
     ),
-    Case("bert", bert),
-    Case("timm", timm(True)),
-    Case("timm-no-qkv-bias", timm(False)),
+    Case("bert", real.bert),
+    Case("timm", real.timm(True)),
+    Case("timm-no-qkv-bias", real.timm(False)),
     Case("clip", plain("clip", "CLIPAttention", "CLIPVisionConfig", **MODEL)),
     Case("siglip", plain("siglip", "SiglipAttention", "SiglipVisionConfig", **MODEL)),
     Case("bart", by_hand("bart", "BartAttention")),
     Case("whisper", by_hand("whisper", "WhisperAttention")),
-    Case("gpt-j", gptj, {"heads": 3, "rope": mh.RoPE(dim=4, pairing="interleaved")} | UNBIASED, CAUSALLY),
-    Case("gpt-j", gptj, {"heads": 3, "rope": mh.RoPE(dim=4)} | UNBIASED, CAUSALLY, why="into a layer of halves"),
-    Case("t5", t5, {"head_dim": 7, "scale": 1.0} | UNBIASED),
+    Case("gpt-j", real.gptj, {"heads": 3, "rope": mh.RoPE(dim=4, pairing="interleaved")} | UNBIASED, CAUSALLY),
+    Case("gpt-j", real.gptj, {"heads": 3, "rope": mh.RoPE(dim=4)} | UNBIASED, CAUSALLY, why="into a layer of halves"),
+    Case("t5", real.t5, {"head_dim": 7, "scale": 1.0} | UNBIASED),
     Case("llama", rotary("llama", "Llama", "LlamaConfig", **LLAMA), DECODER, CAUSALLY),
     Case(
         "llama",
@@ -318,18 +124,18 @@ CASES = [
         DECODER | {"bias": True, "sinks": True},
         CAUSALLY,
     ),
-    Case("meta-llama", meta_llama, DECODER | {"rope": mh.RoPE(pairing="interleaved")}, CAUSALLY),
-    Case("meta-llama", meta_llama, DECODER, CAUSALLY, why="into a layer of halves"),
+    Case("meta-llama", real.meta_llama, DECODER | {"rope": mh.RoPE(pairing="interleaved")}, CAUSALLY),
+    Case("meta-llama", real.meta_llama, DECODER, CAUSALLY, why="into a layer of halves"),
     Case(
         "phi3",
         rotary("phi3", "Phi3", "Phi3Config", **GROUPED, pad_token_id=0),
         ROPE | UNBIASED | {"kv_heads": G},
         CAUSALLY,
     ),
-    Case("keras", keras(False), {"head_dim": 5, "value_dim": 7}),
-    Case("keras", keras(True), {"head_dim": 5, "kv_heads": G}, why="grouped"),
-    Case("flax", linen, {"head_dim": 5}),
-    Case("flax", nnx, {"head_dim": 5}, why="nnx"),
+    Case("keras", real.keras(False), {"head_dim": 5, "value_dim": 7}),
+    Case("keras", real.keras(True), {"head_dim": 5, "kv_heads": G}, why="grouped"),
+    Case("flax", real.linen, {"head_dim": 5}),
+    Case("flax", real.nnx, {"head_dim": 5}, why="nnx"),
 ]
 NOT_IN_MEMORY = {"vit", "vit-no-qkv-bias"}  # transformers 5 has these names in files only: see below
 
@@ -343,22 +149,22 @@ def flat(state: dict, prefix: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.layout} {c.why}".strip())
 def test_same_output_and_identical_bytes(case: Case) -> None:
-    real = case.real()
+    theirs = case.real()
     if case.layout == "gemma3":  # so that 1 + w is exact, and its bytes return
         for name in ("q_norm.weight", "k_norm.weight"):
-            real.state[name].copy_((real.state[name] * 1024).round() / 1024)
+            theirs.state[name].copy_((theirs.state[name] * 1024).round() / 1024)
     layer = mh.MultiHeadAttention(E, **{"heads": H} | case.make)
-    loaded = mh.load_weights(layer, real.state, layout="auto" if case.auto else case.layout)
+    loaded = mh.load_weights(layer, theirs.state, layout="auto" if case.auto else case.layout)
     assert LAYOUTS[loaded.layout] in (
         LAYOUTS[case.layout],
         LAYOUTS["gpt-neox" if case.layout == "falcon" else case.layout],
     )
     x = torch.randn(B, N, E)
     with torch.no_grad():
-        assert_close(layer(x, **case.call), real.run(x), rtol=2e-5, atol=2e-5)
+        assert_close(layer(x, **case.call), theirs.run(x), rtol=2e-5, atol=2e-5)
 
     saved = mh.save_weights(layer, layout=case.layout)
-    expected = flat(real.state)
+    expected = flat(theirs.state)
     for name in loaded.ignored:
         del expected[name]
     assert saved.keys() == expected.keys()
@@ -457,22 +263,22 @@ def test_groups_are_as_they_are_drawn() -> None:
 
 def test_pairing_can_be_told() -> None:
     """Llama's names with interleaved pairs, as Cohere has them."""
-    real = rotary("cohere", "Cohere", "CohereConfig", **GROUPED, use_qk_norm=False, rope_parameters=PLAIN)()
+    theirs = rotary("cohere", "Cohere", "CohereConfig", **GROUPED, use_qk_norm=False, rope_parameters=PLAIN)()
     x = torch.randn(B, N, E)
     for ours in ("halves", "interleaved"):
         layer = mh.MultiHeadAttention(E, H, kv_heads=G, bias=False, rope=mh.RoPE(pairing=ours))
-        mh.load_weights(layer, real.state, pairing="interleaved")
-        assert_close(layer(x, mask=mh.Causal()), real.run(x), rtol=2e-5, atol=2e-5)
+        mh.load_weights(layer, theirs.state, pairing="interleaved")
+        assert_close(layer(x, mask=mh.Causal()), theirs.run(x), rtol=2e-5, atol=2e-5)
         saved = mh.save_weights(layer, layout="llama", pairing="interleaved")
-        assert_close(saved, dict(real.state), rtol=0, atol=0)
+        assert_close(saved, dict(theirs.state), rtol=0, atol=0)
 
 
 def test_scale_is_the_layers_to_know() -> None:
     """What weights do not carry: T5 does not scale, and the same weights in a scaled layer differ."""
-    real = t5()
+    theirs = real.t5()
     x = torch.randn(B, N, E)
     layer = mh.MultiHeadAttention(E, H, head_dim=7, bias=False)
-    assert mh.load_weights(layer, real.state).ignored == ["relative_attention_bias.weight"]
-    assert not torch.allclose(layer(x), real.run(x), atol=1e-3)
+    assert mh.load_weights(layer, theirs.state).ignored == ["relative_attention_bias.weight"]
+    assert not torch.allclose(layer(x), theirs.run(x), atol=1e-3)
     layer.scale = layer.scale * math.sqrt(7)
-    assert_close(layer(x), real.run(x), rtol=2e-5, atol=2e-5)
+    assert_close(layer(x), theirs.run(x), rtol=2e-5, atol=2e-5)

@@ -110,8 +110,14 @@ def candidates(tensors: Checkpoint, layer: MultiHeadAttention, checkpoint: Check
 
 
 def closest(tensors: Checkpoint) -> str:
-    """The layout that most of the names belong to, and what keeps it from fitting, in words."""
-    known = max(REGISTERED, key=lambda layout: len(entries_of(layout, tensors)) / len(layout.entries))
-    if not entries_of(known, tensors):
+    """The layout with the fewest names missing and unknown, and which these are, in words."""
+    similar = [layout for layout in REGISTERED if entries_of(layout, tensors)]
+    if not similar:
         return ""
-    return f"; closest is {known.name}: {', '.join(wrong_names(known, tensors))}"
+
+    def distance(layout: Layout) -> int:
+        known = {dotted(entry.key) for entry in layout.entries}
+        return len({dotted(key) for key in layout.required()} - set(tensors)) + len(set(tensors) - known)
+
+    best = min(similar, key=distance)
+    return f"; closest is {best.name}: {', '.join(wrong_names(best, tensors))}"
