@@ -8,6 +8,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,3 +283,8 @@ def test_scale_is_the_layers_to_know() -> None:
     assert not torch.allclose(layer(x), theirs.run(x), atol=1e-3)
     layer.scale = layer.scale * math.sqrt(7)
     assert_close(layer(x), theirs.run(x), rtol=2e-5, atol=2e-5)
+
+
+def test_the_documentation_draws_every_layout() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "weights.md").read_text()
+    assert [layout.name for layout in REGISTERED if f"```text\n{layout}\n```" not in page] == []

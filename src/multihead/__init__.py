@@ -8,6 +8,7 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
+from multihead import nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.edit import ablate, patch
@@ -40,7 +41,9 @@ __all__ = [
     "backend",
     "explain",
     "load_weights",
+    "nn",
     "patch",
     "save_weights",
     "trace",
+    "weights",
 ]

@@ -63,6 +63,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             if query is not key or key is not value or attn_mask is not None or key_padding_mask is not None:
                 raise ValueError("nested tensors: expected query, key and value to be the same one, and no mask")
+            if query.layout != torch.strided:
+                raise ValueError("nested tensors: expected the strided layout; pad jagged ones, with key_padding_mask=")
             return self._forward_nested(query, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched = query.dim() == 3

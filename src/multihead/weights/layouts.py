@@ -101,11 +101,11 @@ BUFFERS = ("bias", "masked_bias", "rotary_emb.inv_freq", "attention.bias", "atte
 
 SEPARATE = """
   {q:<22} ┌────┐  {k:<22} ┌────┐  {v:<22} ┌────┐
-  (H·D,E)                │ q0 │  (G·D,E)                │ k0 │  (G·D,E)                │ v0 │
+  {q_shape:<22} │ q0 │  {k_shape:<22} │ k0 │  {k_shape:<22} │ v0 │
                          │ q1 │                         │ k1 │                         │ v1 │
                          │ …  │                         │ …  │                         │ …  │
                          └────┘                         └────┘                         └────┘
-  {o:<22} (E,H·D)"""
+  {o:<22} {o_shape}"""
 BELOW = """
   {qkv:<22} ┌────┐
   {shape:<22} │ q0 │  all heads of q,
@@ -120,23 +120,25 @@ BELOW = """
                          └────┘
   {o:<22} {o_shape}"""
 KERNELS = """
-  query/kernel (E,H,D)   key/kernel (E,G,D)   value/kernel (E,G,V): for each of the E inputs the heads, each D wide
+  query/kernel (E,H,D)   key/kernel {k}   value/kernel {v}: for each input, the heads
                          ┌────┬────┬───┐
   input 0                │ q0 │ q1 │ … │
   input 1                │ q0 │ q1 │ … │
   …                      └────┴────┴───┘
-  query/bias (H,D)       {o}/kernel (H,V,E)"""
+  query/bias (H,D)       {o}/kernel {o_shape}"""
 
 
-def _separate(q: str, k: str, v: str, o: str) -> str:
-    return SEPARATE.format(q=q, k=k, v=v, o=o)
+def _separate(q: str, k: str, v: str, o: str, *, q_shape: str = "(E,E)", k_shape: str = "(E,E)") -> str:
+    o_shape = "(E,H·D)" if "D" in q_shape else "(E,E)"
+    return SEPARATE.format(q=q, k=k, v=v, o=o, q_shape=q_shape, k_shape=k_shape, o_shape=o_shape)
 
 
 def _below(qkv: str, o: str, shape: str = "(3E,E)", o_shape: str = "(E,E)") -> str:
     return BELOW.format(qkv=qkv, o=o, shape=shape, o_shape=o_shape)
 
 
-LLAMA = _separate("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+GROUPED = {"q_shape": "(H·D,E)", "k_shape": "(G·D,E)"}
+LLAMA = _separate("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", **GROUPED)
 OUT = _separate("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight")
 llama = _linear("q_proj", "k_proj", "v_proj", "o_proj")
 vit = ("attention.query", "attention.key", "attention.value", "output.dense")
@@ -157,8 +159,8 @@ REGISTERED = (
     Layout(
         "torch-split",
         "torch.nn.MultiheadAttention with kdim = vdim = C",
-        _separate("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
-        + "\n  in_proj_bias (3E,): q, then k, then v; k and v are C wide",
+        _separate("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight", k_shape="(E,C)")
+        + "\n  in_proj_bias           (3E,): q, then k, then v",
         (
             *(Entry(f"{part}_proj_weight", (part,)) for part in QKV),
             Entry("in_proj_bias", QKV_BIAS),
@@ -288,7 +290,7 @@ REGISTERED = (
     Layout(
         "t5",
         "T5; scores are not scaled: make the layer with scale=1.0",
-        _separate("q.weight", "k.weight", "v.weight", "o.weight"),
+        _separate("q.weight", "k.weight", "v.weight", "o.weight", q_shape="(H·D,E)", k_shape="(H·D,E)"),
         _linear("q", "k", "v", "o", bias=""),
         allows="H·D≠E",
         ignores=("relative_attention_bias.weight",),
@@ -341,7 +343,7 @@ REGISTERED = (
     Layout(
         "meta-llama",
         "Llama as Meta publishes it",
-        _separate("wq.weight", "wk.weight", "wv.weight", "wo.weight"),
+        _separate("wq.weight", "wk.weight", "wv.weight", "wo.weight", **GROUPED),
         _linear("wq", "wk", "wv", "wo", bias=""),
         pairing="interleaved",
         allows="G<H H·D≠E",
@@ -357,7 +359,7 @@ REGISTERED = (
     Layout(
         "keras",
         "keras.layers.MultiHeadAttention and GroupQueryAttention",
-        KERNELS.format(o="attention_output"),
+        KERNELS.format(k="(C,G,D)", v="(C,G,V)", o="attention_output", o_shape="(H,V,E)"),
         _kernels("attention_output"),
         either=True,
         allows="G<H H·D≠E V≠D C≠E",
@@ -365,7 +367,7 @@ REGISTERED = (
     Layout(
         "flax",
         "flax.linen.MultiHeadDotProductAttention, flax.nnx.MultiHeadAttention",
-        KERNELS.format(o="out"),
+        KERNELS.format(k="(C,H,D)", v="(C,H,D)", o="out", o_shape="(H,D,E)"),
         _kernels("out"),
         either=True,
         allows="H·D≠E C≠E",
