@@ -51,7 +51,13 @@ WRONG: list[tuple[str, Callable[[dict], dict], dict, str]] = [
         "v_proj.weight holds 12 numbers",
     ),
     ("inf", put("o_proj.weight", lambda t: t / 0), {}, "o_proj.weight holds 144 numbers that are NaN or inf"),
-    ("quantised", put("q_proj.weight", lambda t: t.to(torch.int8)), {}, "q_proj.weight has dtype torch.int8"),
+    (
+        "quantised",
+        put("q_proj.weight", lambda t: t.to(torch.int8)),
+        {},
+        "q_proj.weight is torch.int8: expected dense float64",
+    ),
+    ("sparse", put("q_proj.weight", lambda t: t.to_sparse()), {}, "q_proj.weight is torch.sparse_coo: expected dense"),
     (
         "foreign prefix",
         lambda t: t,

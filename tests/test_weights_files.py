@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,28 @@ def test_broken_files_are_refused_and_change_nothing(build: Callable, message: s
         mh.load_weights(layer, path, prefix=PREFIX)
     assert not (tmp_path / "it-ran").exists()
     assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "old.pt"])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_damage_anywhere_is_an_error_or_other_numbers(name: str, tmp_path: Path) -> None:
+    """Cut short or with bytes changed, at random: a ValueError and an untouched layer, or finite numbers."""
+    path, rng = tmp_path / name, random.Random(0)
+    if name == "old.pt":
+        torch.save(state(""), path, _use_new_zipfile_serialization=False)
+    else:
+        mh.save_weights(make(), path, layout="llama")
+    whole, layer, refused = path.read_bytes(), make(), 0
+    for n in range(150):
+        data = bytearray(whole[: rng.randrange(len(whole))] if n % 3 == 0 else whole)
+        for _ in range(0 if n % 3 == 0 else rng.choice((1, 2, 8))):
+            data[rng.randrange(min(len(data), 1200))] = rng.randrange(256)
+        path.write_bytes(data)
+        before = layer.q_proj.weight.detach().clone()
+        try:
+            mh.load_weights(layer, path)
+        except ValueError:
+            refused += 1
+            assert torch.equal(layer.q_proj.weight, before)
+        assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    assert refused > 50

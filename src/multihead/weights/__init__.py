@@ -147,8 +147,9 @@ def _read(chosen: Layout, tensors: Checkpoint, layer: MultiHeadAttention, pairin
     parts: dict[str, Tensor] = {}
     for entry in entries_of(chosen, tensors):
         t = tensors[dotted(entry.key)].read()
-        if t.dtype not in FLOATING:
-            raise ValueError(f"{entry.key} has dtype {t.dtype}: expected float64, float32, bfloat16 or float16")
+        if t.dtype not in FLOATING or t.layout != torch.strided:
+            what = t.dtype if t.layout == torch.strided else t.layout
+            raise ValueError(f"{entry.key} is {what}: expected dense float64, float32, bfloat16 or float16")
         if not bool(t.isfinite().all()):
             raise ValueError(f"{entry.key} holds {int((~t.isfinite()).sum())} numbers that are NaN or inf")
         parts |= dict(zip(entry.parts, entry.lie.split(t, entry.parts, s)))
