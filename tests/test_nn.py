@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -152,6 +154,38 @@ def test_output_weights_and_gradients_are_torchs(case: Case, average: bool, trai
     one = torch.autograd.grad([expected, expected_weights], sources[0], [up, down])
     two = torch.autograd.grad([output, weights], sources[1], [up, down])
     assert_close(two, one, **EXACT)
+
+
+@st.composite
+def any_call(draw: Any) -> tuple[dict, list[Tensor], dict]:
+    """A module, its inputs and its masks, drawn from all that torch takes and answers with numbers."""
+    heads, size = draw(st.integers(1, 4)), st.integers(1, 6)
+    queries, keys, batch = draw(size), draw(size), draw(st.none() | st.integers(1, 3))
+    width = heads * draw(st.integers(1, 4))
+    make = {name: draw(st.booleans()) for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    kdim, vdim = draw(st.sampled_from([(width, width), (5, width), (width, 3), (5, 3)]))
+    make |= {"embed_dim": width, "num_heads": heads, "kdim": kdim, "vdim": vdim}
+    rows = [(queries, width), (keys, kdim), (keys, vdim)]
+    if batch is not None:
+        rows = [(batch, n, w) if make["batch_first"] else (n, batch, w) for n, w in rows]
+    x = [torch.randn(row, dtype=torch.float64) for row in rows]
+    floating = draw(st.booleans())
+    shapes = {
+        "attn_mask": draw(st.sampled_from([None, (queries, keys), ((batch or 1) * heads, queries, keys)])),
+        "key_padding_mask": draw(st.sampled_from([None, (keys,) if batch is None else (batch, keys)])),
+    }
+    masks = {name: random_mask(*shape) for name, shape in shapes.items() if shape is not None}
+    return make, x, {name: as_float(mask) if floating else mask for name, mask in masks.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_call())
+def test_any_call_is_torchs(drawn: tuple[dict, list[Tensor], dict]) -> None:
+    make, x, masks = drawn
+    theirs = nn.MultiheadAttention(**make, dtype=torch.float64)
+    mine = ours.MultiheadAttention(**make, dtype=torch.float64)
+    mine.load_state_dict(theirs.state_dict())
+    assert_close(mine(*x, **masks), theirs(*x, **masks), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -25,7 +25,9 @@ def test_the_table_and_the_tests_name_each_other() -> None:
     here = {name for name in globals() if name.startswith("test_")} - {"test_the_table_and_the_tests_name_each_other"}
     assert len(listed) == len(set(listed)) > 10
     assert {name for name in listed if name not in here} == set()
-    assert {name for name in here if name not in listed and not name.startswith("test_replace")} == set()
+    assert {
+        name for name in here if name not in listed and not name.startswith(("test_replace", "test_out_proj"))
+    } == set()
 
 
 def make(**given: Any) -> MultiheadAttention:
@@ -200,6 +202,21 @@ def test_out_proj_is_called() -> None:
         assert not torch.allclose(layer(x), before)
 
 
+def test_out_proj_takes_pefts_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is optional")
+    layer = nn.TransformerEncoderLayer(E, H, 13, batch_first=True, dropout=0.0)
+    replace(layer)
+    adapted = peft.get_peft_model(layer, peft.LoraConfig(target_modules=["out_proj"], r=2, init_lora_weights=False))
+    x = torch.randn(N, L, E)
+    adapted(x).square().sum().backward()
+    grads = [p.grad for name, p in adapted.named_parameters() if "lora" in name]
+    assert len(grads) == 2
+    assert all(grad.abs().max() > 0 for grad in grads)
+    with torch.inference_mode(), adapted.eval().disable_adapter():
+        without = adapted(x)
+    assert not torch.allclose(adapted(x), without)
+
+
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 def test_really_called_inside_torchs_layers(mode: str, padded: bool) -> None:
@@ -264,6 +281,7 @@ ERRORS: list[tuple[dict, type, str]] = [
     ({"key": torch.randn(S, E)}, ValueError, r"key has shape \(7, 12\): expected \(N,S,kdim\), since query is 3-D"),
     ({"value": torch.randn(N, S + 1, E)}, ValueError, "key has S=7 positions but value has 8"),
     ({"value": torch.randn(N + 1, S, E)}, ValueError, "value has shape .* a batch of N=2"),
+    ({"key": torch.randn(N, S, E).double()}, ValueError, "key is .*float64.*, but the weights are torch.float32"),
     ({"key_padding_mask": torch.zeros(S, N)}, ValueError, r"key_padding_mask has shape .* \(N,S\)=\(2, 7\)"),
     ({"key_padding_mask": torch.zeros(N, S).long()}, TypeError, "key_padding_mask is .*int64.*: expected a bool"),
     ({"attn_mask": torch.zeros(S, L)}, ValueError, r"attn_mask has shape .* \(N·H,L,S\)=\(8, 5, 7\)"),

@@ -123,6 +123,12 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     mh.load_weights(layer, tensors, layout="qwen3")
 
 
+def test_hugging_faces_spelling_is_understood() -> None:
+    layer = make(bias=True)
+    tensors = mh.save_weights(layer, layout="gpt_neox")
+    assert mh.load_weights(layer, tensors, layout="gpt_neox").read == mh.load_weights(layer, tensors, "gpt-neox").read
+
+
 def test_layouts_that_mean_the_same_are_not_a_question() -> None:
     layer = make(bias=True)  # with G = H, falcon's groups are gpt-neox's heads
     assert mh.load_weights(layer, mh.save_weights(layer, layout="falcon")).layout == "gpt-neox"

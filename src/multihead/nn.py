@@ -133,7 +133,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.dim() not in (2, 3):
             raise ValueError(f"query has shape {tuple(query.shape)}: expected (L,E), or {batch} with a batch")
         position, second = (0, None) if query.dim() == 2 else (1, 0) if self.batch_first else (0, 1)
-        row = "(S," if second is None else row
+        batch, row = ("(L,E)", "(S,") if second is None else (batch, row)
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        plain = type(weight) in (Tensor, nn.Parameter) and not torch.is_autocast_enabled(query.device.type)
         for name, t, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             axes = f"{row}{'kdim' if name == 'key' else 'vdim'})" if t is not query else batch
             if t.dim() != query.dim():
@@ -142,6 +144,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}: expected a last axis of {width}, as {axes}")
             if second is not None and t.shape[second] != query.shape[second]:
                 raise ValueError(f"{name} has shape {tuple(t.shape)}: expected a batch of N={query.shape[second]}")
+            if plain and (t.dtype, t.device) != (weight.dtype, weight.device):
+                raise ValueError(f"{name} is {describe(t)}, but the weights are {weight.dtype} on {weight.device}")
         if key.shape[position] != value.shape[position]:
             raise ValueError(
                 f"key has S={key.shape[position]} positions but value has {value.shape[position]}: expected as many"
@@ -299,12 +303,13 @@ def replace(model: nn.Module) -> Report:
             _be_called(module)
             report.replaced.append(name)
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and _holds_ours(module):
+        if isinstance(module, nn.TransformerEncoder) and _nests_ours(module):
             module.use_nested_tensor = False
             report.nested_off.append(name)
     return report
 
 
-def _holds_ours(encoder: nn.TransformerEncoder) -> bool:
+def _nests_ours(encoder: nn.TransformerEncoder) -> bool:
     layers: list[Any] = list(encoder.layers)
-    return any(isinstance(getattr(layer, "self_attn", None), MultiheadAttention) for layer in layers)
+    ours = any(isinstance(getattr(layer, "self_attn", None), MultiheadAttention) for layer in layers)
+    return ours and getattr(encoder, "use_nested_tensor", False)

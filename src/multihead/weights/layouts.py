@@ -284,6 +284,7 @@ REGISTERED = (
         "GPT-J",
         OUT,
         _linear("q_proj", "k_proj", "v_proj", "out_proj", bias=""),
+        also=("gptj",),
         pairing="interleaved",
         ignores=(*BUFFERS, "embed_positions"),
     ),

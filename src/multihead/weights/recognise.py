@@ -91,6 +91,8 @@ def misfits(layout: Layout, tensors: Checkpoint, layer: MultiHeadAttention) -> l
 
 
 def named(name: str) -> Layout:
+    """The layout of this name; Hugging Face writes `gpt_neox` where we write `gpt-neox`."""
+    name = name.replace("_", "-")
     if name not in LAYOUTS:
         raise ValueError(f"layout={name!r}: expected one of {', '.join(LAYOUTS)}, or 'auto' to load")
     return LAYOUTS[name]
