@@ -264,14 +264,20 @@ def test_nested_tensors(batch_first: bool, is_causal: bool) -> None:
     module = MultiheadAttention(E, H, batch_first=batch_first)
     rows = [torch.randn(n, E) for n in (3, L)]
     nested = torch.nested.nested_tensor(rows)
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
     output, weights = module(nested, nested, nested, is_causal=is_causal)
     assert output.is_nested
+    assert len(calls) == 1
     for row, out, w in zip(rows, output.unbind(), weights):
         expected, expected_weights = module(row, row, row, is_causal=is_causal)
         assert_close(out, expected)
         assert_close(w[: len(row), : len(row)], expected_weights)
-    with pytest.raises(ValueError, match="nested tensors: expected"):
+    with pytest.raises(ValueError, match="nested tensors: expected query, key and value to be the same"):
         module(nested, nested, nested, attn_mask=torch.zeros(L, L))
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(ValueError, match="nested tensors: expected the strided layout"):
+        module(jagged, jagged, jagged)
 
 
 ERRORS: list[tuple[dict, type, str]] = [

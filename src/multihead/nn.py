@@ -68,11 +68,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._forward_nested(query, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched = query.dim() == 3
-        second = 1 if batched and not self.batch_first else 0  # the axis of the batch
+        axis = 1 if batched and not self.batch_first else 0  # of the batch
 
         q, k, v = self._project(query, key, value)  # step 1
-        k, v, extra = self._extend(k, v, second if batched else None)
-        q_heads, k_heads, v_heads = (self._split(t if batched else t[None], second) for t in (q, k, v))  # step 2
+        k, v, extra = self._extend(k, v, position_axis=1 if batched and axis == 0 else 0)
+        q_heads, k_heads, v_heads = (self._split(t if batched else t[None], axis) for t in (q, k, v))  # step 2
         B, H, L, _ = q_heads.shape
         visible, bias = read_masks(key_padding_mask, attn_mask, is_causal, (B, H, L, k_heads.shape[2]), extra, q)
         dropout = self.dropout if self.training else 0.0
@@ -80,7 +80,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         assert isinstance(heads, Tensor)
 
         transposed = steps.transpose_back(heads)  # step 5: (N, L, H, D)
-        merged = steps.concatenate(transposed.transpose(0, second))  # step 6, in the layout of `query`
+        merged = steps.concatenate(transposed.transpose(0, axis))  # step 6, in the layout of `query`
         output = self.out_proj(merged if batched else merged[0])  # step 7
         if not need_weights:
             return output, None
@@ -97,22 +97,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
 
-    def _extend(self, k: Tensor, v: Tensor, batch_axis: int | None) -> tuple[Tensor, Tensor, int]:
+    def _extend(self, k: Tensor, v: Tensor, position_axis: int) -> tuple[Tensor, Tensor, int]:
         """The keys and values that every query sees: learned ones (`add_bias_kv`) and zeros (`add_zero_attn`)."""
         if self.bias_k is None and not self.add_zero_attn:
             return k, v, 0
-        axis = 1 if batch_axis == 0 else 0  # the axis of positions
         extended = []
         for t, learned in ((k, self.bias_k), (v, self.bias_v)):
-            one = [1 if n == axis else size for n, size in enumerate(t.shape)]
+            one = [1 if n == position_axis else size for n, size in enumerate(t.shape)]
             more = [] if learned is None else [learned.view(-1).to(t.dtype).expand(one)]
             more += [t.new_zeros(one)] if self.add_zero_attn else []
-            extended.append(torch.cat([t, *more], dim=axis))
+            extended.append(torch.cat([t, *more], dim=position_axis))
         return extended[0], extended[1], len(more)
 
-    def _split(self, t: Tensor, second: int) -> Tensor:
+    def _split(self, t: Tensor, batch_axis: int) -> Tensor:
         """Step 2: (N, S, E) or (S, N, E) -> (N, H, S, D)."""
-        return steps.split(t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, second))
+        return steps.split(t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, batch_axis))
 
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average: bool, is_causal: bool
@@ -124,7 +123,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         longest = real.shape[1]
         causal = ~Causal().dense(longest, longest, x.device) if is_causal else None
         axes = (padded, padded, padded) if self.batch_first else (padded.transpose(0, 1),) * 3
-        output, weights = self(*axes, ~real, need_weights, causal, average)
+        output, weights = self.forward(*axes, ~real, need_weights, causal, average)
         output = output if self.batch_first else output.transpose(0, 1)
         return torch._nested_tensor_from_mask(output, real, mask_check=False), weights
 
