@@ -288,3 +288,16 @@ def test_scale_is_the_layers_to_know() -> None:
 def test_the_documentation_draws_every_layout() -> None:
     page = (Path(__file__).parents[1] / "docs" / "weights.md").read_text()
     assert [layout.name for layout in REGISTERED if f"```text\n{layout}\n```" not in page] == []
+
+
+def test_a_checkpoint_that_transformers_sharded(tmp_path: Path) -> None:
+    transformers = importlib.import_module("transformers")
+    config = transformers.GPT2Config(n_embd=E, n_head=H, n_layer=3, vocab_size=61, n_positions=17)
+    model = randomised(transformers.GPT2Model(config))
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    layer, x = mh.MultiHeadAttention(E, H), torch.randn(B, N, E)
+    assert mh.load_weights(layer, tmp_path, prefix="h.1.attn").layout == "gpt2"
+    with torch.no_grad():
+        expected = model.h[1].attn(x, attention_mask=real.CAUSAL)[0]
+        assert_close(layer(x, mask=mh.Causal()), expected, rtol=2e-5, atol=2e-5)
