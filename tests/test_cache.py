@@ -194,6 +194,17 @@ def test_overflow_says_so_and_changes_nothing() -> None:
     close(y, layer(x[:, :4], mask=mh.Causal())[:, 3:])
 
 
+@pytest.mark.parametrize("kind", [{"capacity": 5}, {}, {"window": 2}], ids=str)
+def test_a_short_row_takes_what_fits_beside_a_long_one(kind: dict) -> None:
+    layer, x, more = a_layer(), drawn(2, 5, E), drawn(2, 40, E)
+    cache, mask = layer.new_cache(batch=2, **kind), mh.Causal(window=kind.get("window"))
+    layer(x, mask=mask, cache=cache, lengths=[5, 1])
+    many = 4 if "capacity" in kind else 40
+    y = layer(more[:, :many], mask=mask, cache=cache, lengths=[0, many])
+    close(y[1], layer(torch.cat((x[1, :1], more[1, :many])), mask=mask)[1:])
+    assert cache.length.tolist() == [5, 1 + many]
+
+
 BAD = [
     (lambda a: a.new_cache(batch=0), ValueError, "batch=0: expected at least 1"),
     (lambda a: a.new_cache(capacity=0), ValueError, "capacity=0: expected at least 1"),
