@@ -205,6 +205,17 @@ def test_a_short_row_takes_what_fits_beside_a_long_one(kind: dict) -> None:
     assert cache.length.tolist() == [5, 1 + many]
 
 
+@pytest.mark.parametrize("lengths", [None, [4, 2]])
+def test_a_cache_filled_in_inference_mode_is_read_and_written_outside_it(lengths: list[int] | None) -> None:
+    layer, x = a_layer(), drawn(2, 4, E)
+    with torch.inference_mode():
+        cache = layer.new_cache(batch=2, capacity=8)
+        layer(x, mask=mh.Causal(), cache=cache, lengths=lengths)
+    with torch.no_grad():
+        y = layer(x, mask=mh.Causal(), cache=cache)
+    close(y[0], layer(torch.cat((x[0], x[0])), mask=mh.Causal())[4:])
+
+
 BAD = [
     (lambda a: a.new_cache(batch=0), ValueError, "batch=0: expected at least 1"),
     (lambda a: a.new_cache(capacity=0), ValueError, "capacity=0: expected at least 1"),

@@ -139,6 +139,8 @@ class Cache:
     def _make_room(self, needed: int, new: int) -> None:
         """Room for `needed` tokens in the fullest row, where no row brings more than `new`."""
         room = self._k.shape[2]
+        if not torch.compiler.is_compiling() and self._k.is_inference() and not torch.is_inference_mode_enabled():
+            self._k, self._v = self._k.clone(), self._v.clone()  # torch lets no one else write into these
         if needed <= room:
             return
         if self.capacity is not None:
