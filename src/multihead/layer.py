@@ -196,6 +196,7 @@ class MultiHeadAttention(nn.Module):
                 if context is not None:
                     raise ValueError("this cache is for the tokens of x; for a context there is new_cache(context=…)")
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
+                k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
                 if cache.window is not None:
                     mask = Window(cache.window - 1, None) if mask is None else Window(cache.window - 1, None) & mask
             else:
@@ -290,16 +291,21 @@ class MultiHeadAttention(nn.Module):
             k = self.k_proj(context).unflatten(-1, (-1, self.sizes.D))
             v = self.v_proj(context).unflatten(-1, (-1, self.sizes.V))
             return ContextCache(self._turn(k, self.k_norm, where), steps.split(v))
-        weight = self.k_proj.weight
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype={dtype}: expected a floating dtype")
+        made = next((p for p in (*self.k_proj.parameters(), *self.parameters()) if p.dtype.is_floating_point), None)
+        if made is not None:  # a quantised layer may have none: then torch's defaults
+            device, dtype = made.device if device is None else device, made.dtype if dtype is None else dtype
+        width = getattr(self.k_proj, "out_features", self.sizes.G * self.sizes.D)  # a replacement need not say
         return Cache(
             batch,
-            self.k_proj.out_features // self.sizes.D,
+            width // self.sizes.D,
             self.sizes.D,
             self.sizes.V,
             capacity=capacity,
             window=window,
-            device=weight.device if device is None else device,
-            dtype=weight.dtype if dtype is None else dtype,
+            device=device,
+            dtype=dtype,
         )
 
     def _tap(self, name: str, t: Tensor) -> Tensor:
