@@ -165,6 +165,15 @@ def test_autocast_computes_in_its_dtype_as_torch_does(backend: str) -> None:
     torch.testing.assert_close(out, mh.attend(*[q.bfloat16()] * 3, mh.Causal(), backend=backend))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_keeps_its_range_beside_smaller_floats(dtype: torch.dtype, backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8).to(dtype) for _ in range(3))
+    bias = torch.full((5, 5), -1e5)  # the same for every key: as if there were none
+    wanted = mh.attend(q, k, v, backend="reference")
+    torch.testing.assert_close(mh.attend(q, k, v, bias=bias, backend=backend), wanted, atol=0.02, rtol=0.02)
+
+
 class TestDropout:
     """Weights are kept or dropped by a function of (seed, b, h, q, k)."""
 

@@ -57,7 +57,9 @@ class SDPA:
         alive = allowed.any(-1, keepdim=True)
         mask = allowed | ~alive  # a query that sees nothing is shown everything, and its output is then put to zero
         if call.bias is not None:
-            mask = call.bias.masked_fill(call.bias == -torch.inf, 0).masked_fill(~mask, -torch.inf).to(call.q.dtype)
+            # On a CPU the kernel adds a float32 bias as it is; in float16, one beyond 65504 would become infinite.
+            dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+            mask = call.bias.masked_fill(call.bias == -torch.inf, 0).masked_fill(~mask, -torch.inf).to(dtype)
         out = fused(call, q, k, v, attn_mask=mask).masked_fill(~alive, 0)
         return out if finite else poison(out, call, allowed), lse
 
