@@ -94,8 +94,7 @@ class MultiHeadAttention(nn.Module):
             self.rope.frequencies(s.D)  # refuses a width that it cannot turn
         self.softcap, self.dropout = softcap, dropout
         self.scale = s.D**-0.5 if scale is None else scale
-        self._taps: tuple[steps.Tap, ...] = ()  # what `edit` and `trace` hang in
-        self._inside: str | None = None  # "watch" or "change": what taps do to scores, masked and weights
+        self._taps: tuple[tuple[steps.Tap, str | None], ...] = ()  # what `edit` and `trace` hang in, and see `_inside`
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -308,8 +307,14 @@ class MultiHeadAttention(nn.Module):
             dtype=dtype,
         )
 
+    @property
+    def _inside(self) -> str | None:
+        """What taps do to scores, masked and weights: "change" them, only "watch" them, or nothing."""
+        wanted = [inside for _, inside in self._taps if inside is not None]
+        return "change" if "change" in wanted else "watch" if wanted else None
+
     def _tap(self, name: str, t: Tensor) -> Tensor:
-        for tap in self._taps:
+        for tap, _ in self._taps:
             t = tap(name, t)
         return t
 
