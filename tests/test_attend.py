@@ -144,6 +144,11 @@ BAD = [
     ({"sinks": 0.5}, TypeError, r"sinks is float: expected a floating tensor \(H,\)"),
     ({"softcap": 0.0}, ValueError, r"softcap=0.0: expected a number above 0"),
     ({"softcap": -1.0}, ValueError, r"softcap=-1.0"),
+    ({"softcap": float("inf")}, ValueError, r"softcap=inf: expected a number above 0"),
+    ({"softcap": "30"}, TypeError, r"softcap is a str: expected a number"),
+    ({"scale": float("nan")}, ValueError, r"scale=nan: expected a finite number, or None for 1/√D"),
+    ({"scale": ones(1)}, TypeError, r"scale is a Tensor: expected a number"),
+    ({"dropout": None}, TypeError, r"dropout is a NoneType: expected a number"),
     ({"dropout": 1.5}, ValueError, r"dropout=1.5: expected a probability, 0 to 1"),
     ({"dropout": -0.1}, ValueError, r"dropout=-0.1"),
 ]

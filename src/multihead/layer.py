@@ -16,7 +16,7 @@ from multihead.cache import Cache, ContextCache
 from multihead.intervals import Frame, Visible
 from multihead.masks import Mask, Window, as_mask, check_broadcast, lower
 from multihead.positions import RoPE
-from multihead.sizes import Sizes, describe
+from multihead.sizes import Sizes, check_numbers, describe
 
 INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
 
@@ -76,10 +76,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype={dtype}: expected a floating dtype")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap={softcap}: expected a number above 0, or None")
+        check_numbers(scale, softcap, dropout)
         self.sizes = s = Sizes.of(width, heads, kv_heads, head_dim, value_dim, context_dim)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(s.E, s.H * s.D, bias=bias, **made)
