@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
+from multihead.doctor import Report, diagnose
 from multihead.edit import ablate, patch
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, Window
@@ -30,6 +31,7 @@ __all__ = [
     "MultiHeadAttention",
     "Padding",
     "Prefix",
+    "Report",
     "RoPE",
     "Sizes",
     "Trace",
@@ -37,6 +39,7 @@ __all__ = [
     "ablate",
     "attend",
     "backend",
+    "diagnose",
     "explain",
     "patch",
     "trace",
