@@ -4,6 +4,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,14 +176,16 @@ def _dense_forms(call: Call, unbatched: bool) -> Iterator[tuple[str, Callable[[C
         shapes.append(("(B,1,Q,K)", lambda t: t))
         shapes.append(("(B,Q,K)", lambda t: t[:, 0]))
     for shape, cut in shapes:
-        yield f"{shape}, True = may attend", lambda call, dtype, cut=cut: cut(dense(call)).clone()
-        yield f"{shape}, True = hidden", lambda call, dtype, cut=cut: ~cut(dense(call))
-        yield (
-            f"{shape}, added to the scores: 0 and −inf",
-            lambda call, dtype, cut=cut: torch.zeros(cut(dense(call)).shape, dtype=dtype).masked_fill(
-                ~cut(dense(call)), -torch.inf
-            ),
-        )
+        for meaning, made in (
+            ("True = may attend", lambda t, dtype: t.clone()),
+            ("True = hidden", lambda t, dtype: ~t),
+            ("added to the scores: 0 and −inf", lambda t, dtype: torch.zeros(t.shape, dtype=dtype).masked_fill(~t, -torch.inf)),
+        ):  # fmt: skip
+            yield f"{shape}, {meaning}", partial(_made, dense, cut, made)
+
+
+def _made(dense: Callable, cut: Callable, made: Callable, call: Call, dtype: torch.dtype) -> Tensor:
+    return made(cut(dense(call)), dtype)
 
 
 def _keys(call: Call) -> Tensor:

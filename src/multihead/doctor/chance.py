@@ -56,6 +56,8 @@ def explain(candidate: Candidate, weights: Weights, dtype: torch.dtype) -> Named
     factors = torch.linalg.lstsq(parts.T, (answers - bias).T).solution  # (H, samples)
     if s.H < s.E and float((parts.T @ factors - (answers - bias).T).abs().max()) <= tolerance:
         p = _probability(factors)
+        if not p and weights.sinks is not None:  # beside a sink, one item's weight does depend on its score
+            return Named(SCORES[0], 3, *SCORES[1:])
         return Named(f"{EVAL[0]} (on the weights{p})", 3, *EVAL[1:])
     p = _probability(answers / right)
     if p:

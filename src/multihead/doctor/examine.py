@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead.doctor import chance, findings, masking, parameters, probes, search
 from multihead.doctor.candidate import Candidate, Failure, forms, layouts
-from multihead.doctor.causes import Setting
+from multihead.doctor.cause import Setting
 from multihead.doctor.localise import localise
 from multihead.doctor.measure import Observation
 from multihead.doctor.parameters import Reading, Unreadable
@@ -246,7 +246,7 @@ class Examination:
             except Failure as failure:
                 refused = refused or f"{tuple(probe.x.shape)}: {failure.message}"
                 continue
-            if answer.shape == probe.x.shape[:2] + (weights.sizes.E,):
+            if answer.shape == (*probe.x.shape[:2], weights.sizes.E):
                 native.append((probe, answer))
             else:
                 refused = refused or f"{tuple(probe.x.shape)}: it gives {tuple(answer.shape)}"

@@ -11,7 +11,7 @@ from multihead.doctor.localise import Findings
 from multihead.doctor.measure import Observation, gap
 from multihead.doctor.report import Named, Report, Value
 from multihead.doctor.search import Match
-from multihead.doctor.variant import Call, Variant
+from multihead.doctor.variant import Call
 from multihead.doctor.weights import Weights
 from multihead.trace import STEPS
 
@@ -94,8 +94,6 @@ def odd_shape(out: Tensor, wanted: tuple[int, ...], seen: Observation, notes: Se
 
 def random(named: Named | None, out: Tensor, again: Tensor, notes: Sequence[str]) -> Report:
     """Two calls, two answers."""
-    evidence = _values(out, again, None)
-    evidence = tuple(Value(row.place, row.yours, row.right) for row in evidence)
     if named is None:
         return Report(
             "unknown",
@@ -107,10 +105,6 @@ def random(named: Named | None, out: Tensor, again: Tensor, notes: Sequence[str]
             ),
             notes=tuple(notes),
         )
-    rows = tuple(
-        Value(f"{row.place} (right: the same number when called again)", row.yours, row.right) for row in evidence[:2]
-    )
-    del rows
     return Report(
         "diagnosed",
         f"{_capital(named.cause)}.",
@@ -150,7 +144,7 @@ def diagnosed(
     name = " + ".join(cause.cause for cause in causes)
     others = dict.fromkeys(" + ".join(m.name for m in match.mistakes) for match in matches[1:])
     others.pop(name, None)
-    worst = max(seen, key=lambda one: one.differs())
+    worst = next((one for one in seen if one.differs() > 10 * one.bound()), seen[0])  # the user's own call comes first
     compared = sum(one.output.numel() for one in seen)
     left, wrong = max(one.differs(first.variant) for one in seen), max(one.differs() for one in seen)
     if first.variant.precision:
@@ -324,6 +318,3 @@ def _values(mine: Tensor, right: Tensor, hypothesis: Tensor | None) -> tuple[Val
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-_ = Variant

@@ -80,10 +80,10 @@ def mistaken(kind: str, mask: Mask | None, B: int, Q: int, K: int, device: torch
     if name == "shared":
         return right[:1].expand_as(right)
     if name.startswith("on queries"):
-        others = tuple(part for part in found if not isinstance(part, Padding))
+        rest = tuple(part for part in found if not isinstance(part, Padding))
         padding = dense(joined(tuple(part for part in found if isinstance(part, Padding))), B, Q, K, device)
         shown = padding.mT if name == "on queries" else padding & padding.mT
-        return dense(joined(others), B, Q, K, device) & shown
+        return dense(joined(rest), B, Q, K, device) & shown
     raise ValueError(f"kind={kind!r} is unknown")
 
 

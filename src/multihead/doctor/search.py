@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from multihead.doctor.causes import Cause, Changes, Setting, known
+from multihead.doctor.cause import Cause, Changes, Setting
+from multihead.doctor.causes import KNOWN
 from multihead.doctor.measure import Observation, gap, same_odd_places
 from multihead.doctor.variant import RIGHT, Variant
 
@@ -35,7 +36,7 @@ class Match:
 def ways(setting: Setting) -> list[list[Mistake]]:
     """Every known mistake that can be made in this setting, by cause."""
     found = []
-    for cause in known():
+    for cause in KNOWN:
         made = [Mistake(cause, detail, tuple(changes.items())) for detail, changes in cause.ways(setting)]
         if made:
             found.append(made)

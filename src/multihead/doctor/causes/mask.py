@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from multihead.doctor import masking
-from multihead.doctor.causes import Cause, Changes, Setting
+from multihead.doctor.cause import Cause, Changes, Setting, Ways
 
 FILLS = (-1.0, -10.0, -100.0, -2.0, -3.0, -5.0, -8.0, -9.0, -15.0, -20.0, -25.0, -30.0, -50.0, -1e3, -0.5)
 
 
-def _kinds(*names: str):  # type: ignore[no-untyped-def]
+def _kinds(*names: str) -> Ways:
     def ways(setting: Setting) -> Iterable[tuple[str, Changes]]:
         B, Q, K = setting.call.sizes
         found = masking.parts(setting.call.mask)
@@ -27,7 +27,7 @@ def _kinds(*names: str):  # type: ignore[no-untyped-def]
     return ways
 
 
-def _hidden(*ways: Changes):  # type: ignore[no-untyped-def]
+def _hidden(*ways: Changes) -> Ways:
     return lambda setting: [("", way) for way in ways] if setting.masked else []
 
 
@@ -92,15 +92,6 @@ CAUSES = (
         _kinds("top-left"),
     ),
     Cause(
-        "mask transposed",
-        3,
-        "The mask's axes are exchanged: where query i may see key j, here query j may see key i. A causal mask becomes "
-        "anti-causal.",
-        "allowed[i, j]                    # query i, key j: rows are queries",
-        _kinds("transposed"),
-        paired=8,
-    ),
-    Cause(
         "padding mask on queries instead of keys",
         3,
         "Padding must be hidden as keys: no real item may read it. Here the rows of padded queries are blanked "
@@ -124,6 +115,15 @@ CAUSES = (
         "The mask of the first row of the batch is used for all rows.",
         "allowed = real[:, None, None, :]                 # real (B, K): a row of its own for each sequence",
         _kinds("shared"),
+        paired=8,
+    ),
+    Cause(
+        "mask transposed",
+        3,
+        "The mask's axes are exchanged: where query i may see key j, here query j may see key i. A causal mask becomes "
+        "anti-causal.",
+        "allowed[i, j]                    # query i, key j: rows are queries",
+        _kinds("transposed"),
         paired=8,
     ),
     Cause(
@@ -157,4 +157,4 @@ CAUSES = (
         "scores = scores.masked_fill(~allowed, -torch.inf)                # or torch.finfo(scores.dtype).min",
         _finite,
     ),
-)  # fmt: skip
+)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from multihead.doctor.causes import Cause, Changes, Setting, one, when
+from multihead.doctor.cause import Cause, Changes, Setting, when
 
 
 def _heads(setting: Setting) -> bool:
@@ -82,6 +82,4 @@ CAUSES = (
         "return output                    # and in the block: x = x + attention(norm(x))",
         when(lambda s: True, {"residual": True}),
     ),
-)  # fmt: skip
-
-_ = one
+)

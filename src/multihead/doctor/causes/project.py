@@ -1,11 +1,8 @@
 """Step 1: mistakes in making q, k and v."""
 
 from collections.abc import Iterable
-from itertools import combinations
 
-from multihead.doctor.causes import Cause, Changes, Setting, one, when
-
-_ = one
+from multihead.doctor.cause import Cause, Changes, Setting, when
 
 
 def _names(letters: str) -> str:
@@ -14,12 +11,10 @@ def _names(letters: str) -> str:
 
 
 def _without_bias(setting: Setting) -> Iterable[tuple[str, Changes]]:
-    there = [name for name in "qkvo" if (b := setting.weights.b[name]) is not None and bool(b.any())]
-    for count in range(1, len(there) + 1):
-        for chosen in combinations(there, count):
-            if chosen != ("o",):
-                letters = "".join(chosen)
-                yield "on " + " and ".join(", ".join(letters).rsplit(", ", 1)), {"unbiased": letters}
+    there = {name for name in "qkvo" if (b := setting.weights.b[name]) is not None and bool(b.any())}
+    for letters in ("q", "k", "v", "qkv", "qkvo", "qk", "kv", "qv", "qo", "vo", "qvo", "kvo"):
+        if set(letters) <= there:
+            yield "on " + " and ".join(", ".join(letters).rsplit(", ", 1)), {"unbiased": letters}
 
 
 def _transposed(setting: Setting) -> Iterable[tuple[str, Changes]]:
@@ -82,8 +77,10 @@ CAUSES = (
         1,
         "The queries are compared with themselves: W_k is never used. Often a copied line whose letter was not changed.",
         "k = context @ W_k",
-        when(lambda s: s.weights.sizes.G == s.weights.sizes.H and s.weights.sizes.C == s.weights.sizes.E,
-             {"roles": "qqv"}),
+        when(
+            lambda s: s.weights.sizes.G == s.weights.sizes.H and s.weights.sizes.C == s.weights.sizes.E,
+            {"roles": "qqv"},
+        ),
     ),
     Cause(
         "v made from x instead of the context",
@@ -142,8 +139,7 @@ CAUSES = (
         "The reference adds a bias that this implementation leaves out: the parameter is not created, not loaded, or "
         "not added. (On k alone it would not matter without RoPE and QK-norm: it adds the same number to a whole row "
         "of scores.)",
-        "q = x @ W_q + b_q                # the same for k, v and the output\n"
-        "nn.Linear(E, H * D, bias=True)",
+        "q = x @ W_q + b_q                # the same for k, v and the output\nnn.Linear(E, H * D, bias=True)",
         _without_bias,
     ),
-)  # fmt: skip
+)

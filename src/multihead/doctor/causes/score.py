@@ -1,14 +1,22 @@
 """Step 3: mistakes in the scores and in the softmax."""
 
-from multihead.doctor.causes import Cause, Setting, one, when
+from collections.abc import Iterable
+
+from multihead.doctor.cause import Cause, Changes, Setting, Ways, one, when
 
 
-def _scale(how: str):  # type: ignore[no-untyped-def]
+def _scale(how: str) -> Ways:
     return one(scale=how)
 
 
-def _heads(setting: Setting) -> bool:
-    return setting.weights.sizes.H > 1
+def _axis(axis: str) -> Ways:
+    def ways(setting: Setting) -> Iterable[tuple[str, Changes]]:
+        if axis != "heads" or setting.weights.sizes.H > 1:
+            yield "", {"axis": axis}
+            if setting.masked:  # what is hidden for all of the wrong axis: NaN with −inf, even with a finite number
+                yield "", {"axis": axis, "value": -1e30}
+
+    return ways
 
 
 CAUSES = (
@@ -64,7 +72,7 @@ CAUSES = (
         "The softmax runs over the queries' axis: each column adds up to 1 instead of each row, so an output row is no "
         "longer a mean of values.",
         "weights = scores.softmax(dim=-1)                 # scores (B, H, Q, K): over keys",
-        one(axis="queries"),
+        _axis("queries"),
     ),
     Cause(
         "softmax over heads",
@@ -72,7 +80,7 @@ CAUSES = (
         "The softmax runs over the heads' axis: heads compete for each pair of items instead of keys competing for "
         "each query.",
         "weights = scores.softmax(dim=-1)                 # scores (B, H, Q, K): over keys",
-        when(_heads, {"axis": "heads"}),
+        _axis("heads"),
     ),
     Cause(
         "softmax over the batch",
@@ -80,7 +88,7 @@ CAUSES = (
         "The softmax runs over the batch axis: what one sequence gets depends on its neighbours in the batch, and with "
         "a batch of one all weights are 1. `softmax(scores, 0)`, or `nn.Softmax()` without a `dim`, does that.",
         "weights = scores.softmax(dim=-1)                 # scores (B, H, Q, K): over keys",
-        one(axis="batch"),
+        _axis("batch"),
     ),
     Cause(
         "softmax missing",
@@ -130,4 +138,4 @@ CAUSES = (
         lambda s: [(f"({name})", {"precision": name}) for name in ("bfloat16", "float16")],
         paired=0,
     ),
-)  # fmt: skip
+)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from multihead.doctor.causes import Cause, Changes, Setting, when
+from multihead.doctor.cause import Cause, Changes, Setting, Ways, when
 
 
-def _by_view(how: str):  # type: ignore[no-untyped-def]
+def _by_view(how: str) -> Ways:
     def ways(setting: Setting) -> Iterable[tuple[str, Changes]]:
         if setting.weights.sizes.H > 1:
             yield "", {"split": how}
@@ -68,7 +68,7 @@ CAUSES = (
         "The implementation uses the other one than the weights were trained for.",
         "q1, q2 = q[..., : D // 2], q[..., D // 2 :]      # halves\n"
         "q1, q2 = q[..., 0::2], q[..., 1::2]              # interleaved\n"
-        "mh.RoPE(pairing=\"interleaved\")                   # or permute the rows of W_q and W_k when converting",
+        'mh.RoPE(pairing="interleaved")                   # or permute the rows of W_q and W_k when converting',
         when(_rope, {"rope": "other pairing"}),
     ),
     Cause(
@@ -82,10 +82,20 @@ CAUSES = (
     Cause(
         "RoPE missing",
         2,
-        "The reference turns q and k by their positions, this implementation does not: it cannot tell the order of "
-        "the items.",
+        "The reference turns q and k by their positions, this implementation does not (or every position is 0): it "
+        "cannot tell the order of the items.",
         "q, k = rope.rotate(q, positions), rope.rotate(k, positions)",
         when(_rope, {"rope": "none"}),
+    ),
+    Cause(
+        "RoPE positions restarted",
+        2,
+        "Positions start from 0 again where they should go on: typically a decoding loop that turns each new token as "
+        "if it were the first (`arange(x.shape[1])` with one token is always 0), or a chunk that forgets how many "
+        "tokens the cache holds.",
+        "positions = torch.arange(N) + cache.length",
+        _restarted,
+        paired=2,
     ),
     Cause(
         "RoPE applied to q alone or to k alone",
@@ -109,23 +119,16 @@ CAUSES = (
         when(_rope, {"rope": "shift:1+1"}, {"rope": "shift:1-1"}),
     ),
     Cause(
-        "RoPE positions restarted",
-        2,
-        "Positions start from 0 again where they should go on: typically a decoding loop that turns each new token as "
-        "if it were the first (`arange(x.shape[1])` with one token is always 0), or a chunk that forgets how many "
-        "tokens the cache holds.",
-        "positions = torch.arange(N) + cache.length",
-        _restarted,
-        paired=2,
-    ),
-    Cause(
         "RoPE applied after the cache",
         2,
         "Keys were turned, stored, and then turned again when they were read: the cache must hold keys that are turned "
         "once (rotate, then append), or never (append, then rotate everything by its own position).",
         "k = rope.rotate(k, positions)    # the new keys only\nk = torch.cat([cache, k], dim=2) # then they join the cache",
-        when(lambda s: _rope(s) and s.call.context is None and s.call.sizes[1] <= 64,
-             {"rope": "twice"}, {"rope": "every step"}),
+        when(
+            lambda s: _rope(s) and s.call.context is None and s.call.sizes[1] <= 64,
+            {"rope": "twice"},
+            {"rope": "every step"},
+        ),
     ),
     Cause(
         "QK-norm missing",
@@ -155,9 +158,7 @@ CAUSES = (
         2,
         "The small number that is added to the mean square before its root is not the reference's.",
         "nn.RMSNorm(D, eps=1e-6)          # the eps the weights were trained with",
-        lambda s: [
-            (f"({eps:g})", {"eps": eps}) for eps in (0.0, 1e-12, 1e-8, 1e-5, 1e-4, 1e-3) if _norm(s)
-        ],
+        lambda s: [(f"({eps:g})", {"eps": eps}) for eps in (0.0, 1e-12, 1e-8, 1e-5, 1e-4, 1e-3) if _norm(s)],
         paired=0,
     ),
-)  # fmt: skip
+)
