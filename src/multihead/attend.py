@@ -6,7 +6,7 @@ refuses it in words; it never passes it on.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
 
@@ -94,12 +94,16 @@ def attend(
     call = _prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
     chosen = _choose(call, backend)
     seed = torch.randint(2**63 - 1, (), device=call.q.device) if call.dropout else None
-    with torch.autocast(call.q.device.type, enabled=False):
+    with torch.autocast(call.q.device.type, enabled=False) if under_autocast(call.q.device) else nullcontext():
         out, lse = chosen.run(call, seed)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def under_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _prepare(
@@ -115,7 +119,7 @@ def _prepare(
     want_lse: bool,
 ) -> Call:
     """Check the arguments of `attend` and lower the mask."""
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    if isinstance(q, Tensor) and under_autocast(q.device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in (q, k, v))
     check_attend(q, k, v)

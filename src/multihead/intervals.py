@@ -13,9 +13,14 @@ from torch import Tensor
 
 def readable(t: Tensor) -> bool:
     """Whether looking at the numbers costs nothing: an ordinary CPU tensor, outside a compiler's tracing."""
-    if torch.compiler.is_compiling() or t.device.type != "cpu":
+    if torch.compiler.is_compiling() or t.device.type != "cpu" or type(t) not in (Tensor, torch.nn.Parameter):
         return False
-    return not torch._C._functorch.is_batchedtensor(t) and type(t) in (Tensor, torch.nn.Parameter)
+    return not inside_torch_func()
+
+
+def inside_torch_func() -> bool:
+    """Whether vmap, grad or another transform of torch.func is at work: then there may be no one number to look at."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead import steps
-from multihead.attend import attend
+from multihead.attend import attend, under_autocast
 from multihead.cache import Cache, ContextCache
 from multihead.intervals import Frame, Visible
 from multihead.masks import Mask, Window, as_mask, check_broadcast, lower
@@ -230,11 +230,11 @@ class MultiHeadAttention(nn.Module):
         v = self._tap("v", self.v_proj(source).unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
         return self._turn(k, self.k_norm, where), steps.split(v)  # (B, G, K, D), (B, G, K, V)
 
-    def _turn(self, t: Tensor, norm: nn.Module | None, positions: Tensor | None) -> Tensor:
+    def _turn(self, t: Tensor, norm: nn.RMSNorm | None, positions: Tensor | None) -> Tensor:
         """Step 2, and what makes q and k ready to meet: QK-norm, then RoPE."""
         heads = steps.split(t)
         if norm is not None:
-            heads = norm(heads).to(t.dtype)  # autocast leaves a norm in float32
+            heads = norm(heads.to(norm.weight.dtype)).to(t.dtype)  # under autocast the weight stays float32
         return heads if self.rope is None or positions is None else self.rope.rotate(heads, positions)
 
     def _score_and_mix(
@@ -328,7 +328,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"{name} has shape {tuple(x.shape)}: expected the last axis to be {letter}={width}")
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name} has dtype {x.dtype}: expected a floating dtype")
-        if type(projection) is nn.Linear and not torch.is_autocast_enabled(x.device.type):
+        if type(projection) is nn.Linear and not under_autocast(x.device):
             weight = projection.weight
             if (x.dtype, x.device) != (weight.dtype, weight.device):
                 raise ValueError(

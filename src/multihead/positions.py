@@ -240,7 +240,7 @@ def relative_buckets(
     # and compiled, where a logarithm per pair may round either way; 1e-6 keeps rounding from raising a whole bound.
     growing = [exact * (max_distance / exact) ** (step / (side - exact)) for step in range(1, side - exact)]
     bounds = [*range(1, exact + 1), *(math.ceil(bound - 1e-6) for bound in growing)]
-    relative = relative.long()
+    relative = relative.long()  # the distance of −128 is no int8
     distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
     found = torch.bucketize(distance, torch.tensor(bounds, device=relative.device), right=True)
     return found + side * (relative > 0) if bidirectional else found
@@ -353,7 +353,7 @@ def _check_rotation(x: Tensor, positions: Tensor, length: Length) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected floats, (…, N, D)")
     _check_whole("positions", positions)
     N, B = x.shape[-2], x.shape[0] if x.ndim > 2 else None
-    # Lengths of shapes come first, and B before 1: a comparison of sizes that is false narrows what was exported.
+    # ndim before sizes: a comparison of sizes that comes out false narrows what torch.export allows.
     fits = positions.ndim == 1 or (positions.ndim == 2 and B is not None and positions.shape[0] in (B, 1))
     if not fits or positions.shape[-1] != N:
         either = f"(N,)=({N},)" + ("" if B is None else f" or (B,N)=({B}, {N})")

@@ -6,6 +6,7 @@ A backend says by name what it refuses and why; one that is named never falls ba
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from multihead.intervals import Visible
@@ -32,7 +33,8 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        return any(t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks, self.bias))
+        tensors = (self.q, self.k, self.v, self.sinks, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class Backend(Protocol):

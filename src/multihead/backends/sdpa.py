@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from multihead.backends import Call
+from multihead.intervals import inside_torch_func
 from multihead.steps import known_finite, only_finite, repeat_heads
 
 BLOCK = 512  # queries, and keys, in a tile of the log-sum-exp pass
@@ -26,6 +27,8 @@ class SDPA:
             return "torch's fused kernels drop weights by a generator of their own, not by (seed, b, h, q, k)"
         if call.want_lse and call.needs_grad:
             return "the log-sum-exp is a pass of its own here, without a gradient"
+        if inside_torch_func():
+            return "torch's fused kernels have no batching rule for torch.func"
         if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
             return "torch's fused kernels are not defined for empty sequences"
         return None

@@ -1,0 +1,143 @@
+"""`python -m benchmarks`: what to measure, and where to write it."""
+
+import argparse
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import multihead
+from benchmarks.cases import PEERS, select
+from benchmarks.ceilings import measure_ceilings
+from benchmarks.machine import describe
+from benchmarks.measure import FEWEST_BLOCKS
+from benchmarks.report import Report, as_json, ceiling_lines, markdown, notes, table, write
+from benchmarks.runner import run_case
+
+SECONDS, QUICK_SECONDS = 15.0, 3.0
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    console = Console()
+    cases = select(options.case, options.quick)
+    if not cases:
+        sys.exit(f"no case matches {' or '.join(options.case)}: --list names them all")
+    if options.list:
+        for case in cases:
+            console.print(f"{case.name:<42} {case.why}", highlight=False, soft_wrap=True)
+        return 0
+    torch.set_num_threads(options.threads)
+    with multihead.backend(options.backend) if options.backend else nullcontext():
+        report = run(cases, options, console)
+    console.print(*ceiling_lines(report.ceilings), sep="\n", highlight=False)
+    console.print(table(report))
+    for note in notes(report):
+        console.print(note, highlight=False)
+    for path, form in ((options.markdown, markdown), (options.json, as_json)):
+        if path:
+            write(path, form(report))
+    if not report.complete:
+        return 130  # as a shell says of an interrupted command
+    return 1 if any(result.refused for result in report.results) else 0
+
+
+def run(cases, options, console):
+    """Measure the ceilings, the cases, and the ceilings again: a machine that was busy once may not be twice."""
+    seconds = options.seconds_per_case or (QUICK_SECONDS if options.quick else SECONDS)
+    machine = describe(options.threads, options.backend)
+    results = []
+    bar = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    with Progress(*bar, console=console, transient=True) as progress:
+        task = progress.add_task("ceilings", total=sum(len(case.peers) + 1 for case in cases))
+        ceilings = measure_ceilings(cases)
+        before = 0
+        try:
+            for case in cases:
+                parts = [*case.peers, "A/A"]
+
+                def step(part, done, total, case=case, parts=parts, before=before):
+                    at = parts.index(part) + done / total if part in parts else 0
+                    progress.update(task, description=f"{case.name}, {part}", completed=before + at)
+
+                results.append(
+                    run_case(case, threads=options.threads, seconds=seconds, skipped=options.no_peers, step=step)
+                )
+                before += len(parts)
+        except KeyboardInterrupt:
+            console.print("interrupted: reporting what was measured")
+        else:
+            ceilings = ceilings.best(measure_ceilings(cases))
+    return Report(machine, ceilings, results, planned=len(cases))
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Time multihead side by side with its peers: results checked first, losses shown. "
+        "Keep the machine otherwise idle.",
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a short list of cases, less time for each")
+    add(
+        "--case",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="cases whose name contains or globs this; again for more",
+    )
+    add("--list", action="store_true", help="name the cases and why each is there, and stop")
+    add(
+        "--threads",
+        type=_positive(int),
+        metavar="N",
+        default=torch.get_num_threads(),
+        help="for everyone alike (default: torch's, %(default)s)",
+    )
+    add(
+        "--seconds-per-case",
+        type=_positive(float),
+        metavar="S",
+        help=f"shared by a case's comparisons (default: {SECONDS:g}, with --quick {QUICK_SECONDS:g}); "
+        f"never fewer than {FEWEST_BLOCKS} blocks each",
+    )
+    add("--backend", metavar="NAME", help="name the backend of multihead instead of letting it choose")
+    add(
+        "--no-peers",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help=f"leave a peer out, by (part of) its name; again for more: {'; '.join(PEERS)}",
+    )
+    add("--markdown", metavar="FILE", type=_writable, help="write the report there")
+    add("--json", metavar="FILE", type=_writable, help="write every figure there")
+    options = parser.parse_args(arguments)
+    for name in options.no_peers:
+        if not any(name.lower() in peer.lower() for peer in PEERS):
+            parser.error(f"--no-peers {name}: no such peer; there are {'; '.join(PEERS)}")
+    options.no_peers = [peer for peer in PEERS if any(name.lower() in peer.lower() for name in options.no_peers)]
+    return options
+
+
+def _positive(kind):
+    def convert(text):
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names the type in its message
+    return convert
+
+
+def _writable(text):
+    """Found out before the run rather than after it."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    return path

@@ -1,0 +1,63 @@
+"""What the right answer is, and how wrong a contender may be before it is not worth timing.
+
+The oracle is the plain implementation in float64; the same in float32 shows what rounding alone costs. A contender may
+be twice as far from the oracle as that, and one rounding of the largest value more.
+"""
+
+import torch
+
+SCORES = 2**22  # scores held at once: a chunk of queries is chosen to stay below
+
+# How many times the bound for ours a peer's error may reach. OpenVINO's float32 layers were seen at 1.2; refusing them
+# would remove a peer in our favour. Inputs rounded to bfloat16 were seen at 3,000.
+PEER_ALLOWANCE = 4
+
+
+class WrongResult(Exception):
+    """What a contender computes is not attention."""
+
+
+def attend(q, k, v, mask, dtype):
+    """Plain attention in `dtype`: q (B,H,Q,D), k and v (B,G,K,D) -> (B,H,Q,D), a few queries of one head at a time."""
+    (B, H, Q, D), (G, K) = q.shape, k.shape[1:3]
+    start, stop = mask.intervals(Q, K)
+    out = torch.empty(B, H, Q, D, dtype=dtype)
+    step = max(1, SCORES // K)
+    for first in range(0, Q, step):
+        rows = slice(first, min(first + step, Q))
+        begin, end = int(start[rows].min()), int(stop[rows].max())  # keys nobody here sees cost nothing
+        keys = torch.arange(begin, end)
+        allowed = (keys >= start[rows, None]) & (keys < stop[rows, None])  # (q, k)
+        for b in range(B):
+            for h in range(H):
+                g = h // (H // G)
+                scores = (q[b, h, rows].to(dtype) @ k[b, g, begin:end].to(dtype).T) * D**-0.5
+                weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+                out[b, h, rows] = weights @ v[b, g, begin:end].to(dtype)
+    return out
+
+
+def layer(x, weights, case, dtype):
+    """The seven steps in `dtype`: x (B,N,E) -> (B,N,E)."""
+    B, N, E = x.shape
+    x = x.to(dtype)
+    w = {name: weight.to(dtype) for name, weight in weights.items()}
+    q, k, v = ((x @ w[f"w_{n}"].T + w[f"b_{n}"]).view(B, N, case.H, E // case.H).transpose(1, 2) for n in "qkv")
+    merged = attend(q, k, v, case.mask, dtype).transpose(1, 2).reshape(B, N, E)
+    return merged @ w["w_o"].T + w["b_o"]
+
+
+def bound_of(exact, plain):
+    """Largest error allowed, given the float64 result and the plain float32 one."""
+    rounding = torch.finfo(plain.dtype).eps * exact.abs().max().item()
+    return 2 * (plain.double() - exact).abs().max().item() + rounding
+
+
+def check(name, result, exact, bound):
+    """The largest error of `result`; WrongResult where it is beyond the bound, or no number at all."""
+    if result.shape != exact.shape:
+        raise WrongResult(f"{name} gives {tuple(result.shape)}, expected {tuple(exact.shape)}")
+    error = (result.double() - exact).abs().max().item()
+    if not error <= bound:  # also where it is NaN
+        raise WrongResult(f"{name} is off by {error:.2g}, allowed {bound:.2g}")
+    return error

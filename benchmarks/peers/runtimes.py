@@ -1,0 +1,108 @@
+"""ONNX Runtime and OpenVINO as contenders: each in a child process, with the graph it runs fastest."""
+
+import importlib.util
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.cases import OPENVINO, ORT
+from benchmarks.oracle import WrongResult, check
+from benchmarks.peers import child
+
+REST = 0.05  # seconds until a runtime's idle threads sleep; 12 ms were seen to be too few
+PATIENCE = 300  # seconds for one answer
+TRIAL = 0.1  # seconds to try each form of the graph for
+ROOT = Path(__file__).parents[2]  # where `benchmarks` is found
+MODULES = {ORT: "onnxruntime", OPENVINO: "openvino"}
+
+
+class Unavailable(Exception):
+    """A peer that cannot take part, and why."""
+
+
+class Runtime:
+    """A contender whose calls happen, and are timed, in a child process."""
+
+    rest = REST
+
+    def __init__(self, name, threads):
+        self.name, self.detail = name, ""
+        # A fresh interpreter: a fork would carry torch's threads along, broken, and multiprocessing's spawn would
+        # run the caller's main module again.
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            command = [sys.executable, "-m", child.__name__, str(theirs.fileno()), MODULES[name], str(threads)]
+            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+
+    def ask(self, *message):
+        try:
+            self._connection.send(message)
+            if not self._connection.poll(PATIENCE):
+                raise Unavailable(f"no answer within {PATIENCE} s")
+            fine, answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise Unavailable(f"its process ended with code {self._process.wait(5)}") from error
+        if not fine:
+            raise Unavailable(answer.splitlines()[0][:200])
+        return answer
+
+    @property
+    def alive(self):
+        return self._process.poll() is None
+
+    def seconds(self, calls):
+        return self.ask("time", calls)
+
+    def result(self):
+        return torch.from_numpy(self.ask("result"))
+
+    def close(self):
+        self._connection.close()  # the child ends when it reads the end
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def build(name, case, x, weights, threads, exact, bound):
+    """Start the runtime, try every form of the graph, keep the fastest that computes the right thing."""
+    for module in ("onnx", MODULES[name]):
+        if importlib.util.find_spec(module) is None:
+            raise Unavailable(f"{module} is not installed")
+    from benchmarks.peers.graphs import FORMS, layer_graph
+
+    arrays = {key: value.numpy() for key, value in weights.items()}
+    sizes = {"batch": case.B, "length": case.N, "heads": case.H, "causal": case.mask.causal}
+    models = {form: layer_graph(form, arrays, **sizes) for form in FORMS}
+    runtime = Runtime(name, threads)
+    try:
+        times, refused = {}, []
+        for form, model in models.items():
+            try:
+                runtime.ask("load", model, x.numpy())
+                check(f"{name} with {form}", runtime.result(), exact, bound)
+                times[form] = trial(runtime)
+            except (Unavailable, WrongResult) as error:
+                if not runtime.alive:
+                    raise
+                refused.append(f"{form}: {error}")
+        if not times:
+            raise Unavailable("; ".join(refused))
+        fastest = min(times, key=times.get)
+        runtime.ask("load", models[fastest], x.numpy())
+        runtime.detail = f"fastest of {len(times)} graphs: {fastest}"
+    except BaseException:
+        runtime.close()
+        raise
+    return runtime
+
+
+def trial(runtime):
+    """Seconds per call, the best of a few short runs."""
+    runtime.seconds(1)
+    calls = max(1, int(TRIAL / 3 / runtime.seconds(1)))
+    return min(runtime.seconds(calls) / calls for _ in range(3))

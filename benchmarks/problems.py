@@ -1,0 +1,48 @@
+"""A case made concrete: its tensors, the right answer, and everyone who is to answer, on the same arrays."""
+
+import torch
+
+from benchmarks import oracle, ours
+from benchmarks.cases import Layer
+from benchmarks.peers import layers, runtimes, sdpa
+
+
+class AttendProblem:
+    def __init__(self, case, threads, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.case = case
+        shapes = [(case.B, heads, length, case.D) for heads, length in ((case.H, case.Q), *[(case.G, case.K)] * 2)]
+        self.tensors = [torch.randn(shape, generator=generator) for shape in shapes]  # q, k, v
+        self.exact, plain = (oracle.attend(*self.tensors, case.mask, t) for t in (torch.float64, torch.float32))
+        self.bound = oracle.bound_of(self.exact, plain)
+
+    def ours(self):
+        return ours.attend(self.case, *self.tensors)
+
+    def peer(self, name):
+        return sdpa.BUILDERS[name](self.case, *self.tensors)
+
+
+class LayerProblem:
+    def __init__(self, case, threads, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.case, self.threads, E = case, threads, case.E
+        self.x = torch.randn(case.B, case.N, E, generator=generator)
+        self.weights = {f"w_{n}": torch.randn(E, E, generator=generator) * E**-0.5 for n in "qkvo"}
+        self.weights |= {f"b_{n}": torch.randn(E, generator=generator) * 0.1 for n in "qkvo"}
+        self.exact, plain = (oracle.layer(self.x, self.weights, case, t) for t in (torch.float64, torch.float32))
+        self.bound = oracle.bound_of(self.exact, plain)
+
+    def ours(self):
+        return ours.layer(self.case, self.x, self.weights)
+
+    def peer(self, name):
+        if name in layers.BUILDERS:
+            return layers.BUILDERS[name](self.case, self.x, self.weights)
+        return runtimes.build(
+            name, self.case, self.x, self.weights, self.threads, self.exact, self.bound * oracle.PEER_ALLOWANCE
+        )
+
+
+def problem_of(case, threads):
+    return (LayerProblem if isinstance(case, Layer) else AttendProblem)(case, threads)

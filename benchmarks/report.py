@@ -1,0 +1,179 @@
+"""A run told three ways: a table on the terminal, Markdown to publish, JSON to compute with. Losses included."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.cases import goal
+from benchmarks.ceilings import Ceilings
+from benchmarks.runner import CaseResult
+
+COLUMNS = (
+    "case", "ours", "of ceiling", "A/A", "peer", "ratio", "95 % interval", "min/min", "goal", "verdict", "blocks",
+)  # fmt: skip
+TOO_NOISY = 0.05
+READING = (
+    "Ratio: the peer's time over ours, median of paired blocks; above 1 ours is faster. A/A: ours against itself, the "
+    "smallest difference that means anything. Of ceiling: the least time this machine could need for the useful work "
+    "(visible pairs only) over ours. Goal: the ratio aimed at, 1 where nothing is said. "
+    "Blocks: counted / run; the rest were left out because the clock moved; restless: too few were "
+    "steady, so the steadiest were kept."
+)
+
+
+@dataclass
+class Report:
+    machine: dict[str, str]
+    ceilings: Ceilings
+    results: list[CaseResult]
+    planned: int  # cases, so that an interrupted run says so
+
+    @property
+    def complete(self):
+        return len(self.results) == self.planned
+
+
+def verdict(comparison, noise, wanted):
+    """Faster, slower or even, beyond the noise; then what became of the goal."""
+    if comparison.low > 1 + noise:
+        word = "faster"
+    elif comparison.high < 1 / (1 + noise):
+        word = "slower"
+    else:
+        word = "even"
+    if comparison.ratio >= wanted:
+        return f"{word}, goal met"
+    return f"{word}, goal {'within noise' if comparison.ratio * (1 + noise) >= wanted else 'missed'}"
+
+
+def rows(report):
+    """One row of strings for each case and peer, as in COLUMNS: both tables show these."""
+    for result in report.results:
+        name = result.case.name
+        if result.refused:
+            yield (name, "refused", "", "", "", "", "", "", "", result.refused, "")
+            continue
+        least, which = report.ceilings.seconds(result.case)
+        noise = result.noise
+        took = duration(result.seconds) + (f" ({result.backend})" if result.backend else "")
+        ours = (name, took, f"{least / result.seconds:.0%} {which}", f"±{noise.noise:.1%}")
+        for peer in result.peers:
+            label = f"{peer.name} ({peer.detail})" if peer.detail else peer.name
+            wanted = goal(result.case, peer.name)
+            if peer.comparison is None:
+                yield (*ours, label, "–", "", "", f"{wanted:g}", peer.reason, "")
+                continue
+            c = peer.comparison
+            yield (
+                *ours,
+                label,
+                f"{c.ratio:.2f}",
+                f"{c.low:.2f} – {c.high:.2f}",
+                f"{c.min_ratio:.2f}",
+                f"{wanted:g}",
+                verdict(c, noise.noise, wanted),
+                f"{c.blocks - c.rejected}/{c.blocks}{' restless' if c.note else ''}",
+            )
+
+
+def notes(report):
+    """Everything a reader should know before believing the table."""
+    if not report.complete:
+        yield f"Interrupted: {len(report.results)} of {report.planned} cases."
+    noisy = [result.case.name for result in report.results if result.noise and result.noise.noise > TOO_NOISY]
+    if noisy:
+        yield f"A/A noise above {TOO_NOISY:.0%}, so run these again on an idle machine: {', '.join(noisy)}."
+    for result in report.results:
+        for peer in result.peers:
+            if peer.error is not None and peer.error > result.bound:
+                times = f"{peer.error / result.bound:.1f} times"
+                yield f"{result.case.name}, {peer.name}: timed although its error is {times} the bound for ours."
+        named = [(peer.name, peer.comparison) for peer in result.peers] + [("A/A", result.noise)]
+        for name, comparison in named:
+            if comparison is not None and comparison.note:
+                yield f"{result.case.name}, {name}: {comparison.note}."
+
+
+def ceiling_lines(ceilings):
+    yield f"fp32 GEMM: {ceilings.gemm / 1e9:.0f} GF/s"
+    for size, rate in ceilings.read.items():
+        yield f"read, {size / 2**20:.0f} MiB: {rate / 1e9:.1f} GB/s"
+
+
+def table(report):
+    """For the terminal; a case and its figures are said once, beside its first peer."""
+    out = Table(caption=READING, caption_justify="left", header_style="bold")
+    for column in COLUMNS:
+        out.add_column(column, justify="left" if column in ("case", "peer", "verdict") else "right")
+    last = None
+    for row in rows(report):
+        cells = [Text(cell) for cell in row]
+        if row[0] == last:
+            cells[:4] = [Text("")] * 4
+        elif last is not None:
+            out.add_section()
+        last = row[0]
+        verdict_cell = cells[COLUMNS.index("verdict")]
+        verdict_cell.stylize({"faster": "green", "slower": "red"}.get(row[9].partition(",")[0], "yellow"))
+        out.add_row(*cells)
+    return out
+
+
+def markdown(report):
+    lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in report.machine.items())]
+    lines += [f"- {line}" for line in ceiling_lines(report.ceilings)]
+    lines += ["", _row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(row) for row in rows(report))]
+    lines += ["", READING]
+    remarks = list(notes(report))
+    if remarks:
+        lines += ["", "## To bear in mind", "", *(f"- {remark}" for remark in remarks)]
+    lines += ["", "## Why these cases", "", *(f"- `{r.case.name}`: {r.case.why}" for r in report.results)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(report):
+    results = []
+    for result in report.results:
+        least, which = report.ceilings.seconds(result.case)
+        entry = asdict(result) | {"name": result.case.name, "flops": result.case.flops, "bytes": result.case.bytes}
+        entry |= {"ceiling": which, "ceiling_seconds": least}
+        entry["share_of_ceiling"] = least / result.seconds if result.noise else None
+        results.append(entry)
+    whole = {
+        "machine": report.machine,
+        "ceilings": asdict(report.ceilings),
+        "complete": report.complete,
+        "results": results,
+    }
+    return json.dumps(whole, indent=2) + "\n"
+
+
+def write(path, text):
+    """Beside, then renamed: a reader never finds half a report, and a crash leaves the old one."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def duration(seconds):
+    """Three digits and a unit.
+
+    >>> duration(0.0123), duration(2.5e-5), duration(1.5)
+    ('12.3 ms', '25 µs', '1.5 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _row(cells):
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -1,0 +1,161 @@
+"""The table of attention cases: sizes that are distinct, so that a swapped axis cannot pass, and why each is there.
+
+Correctness tests run every case on every backend; the error bound is decision 6 of the design.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import multihead as mh
+from multihead import steps
+from multihead.attend import BACKENDS
+from multihead.intervals import Frame
+from multihead.masks import lower
+
+
+def block_lower(H: int, Q: int, K: int) -> Tensor:
+    """A different dense mask for each head, with some rows that see nothing."""
+    allowed = torch.rand(H, Q, K, generator=torch.Generator().manual_seed(7)) < 0.6
+    allowed[0, Q // 2] = False
+    return allowed
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attend, made of seeded numbers."""
+
+    B: int
+    H: int
+    G: int
+    Q: int
+    K: int
+    D: int
+    V: int
+    mask: Any
+    why: str
+    options: dict[str, Any] = field(default_factory=dict)
+    bias: Callable[["Case"], Tensor] | None = None
+    sinks: bool = False
+    size: float = 1.0  # of the numbers in q: 1 gives scores of about ±1
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(self.B + 3 * self.H + 5 * self.Q + 7 * self.K + 11 * self.D)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        made: dict[str, Any] = {
+            "q": draw(self.B, self.H, self.Q, self.D) * self.size,
+            "k": draw(self.B, self.G, self.K, self.D),
+            "v": draw(self.B, self.G, self.K, self.V),
+        }
+        if self.sinks:
+            made["sinks"] = draw(self.H)
+        if self.bias is not None:
+            made["bias"] = self.bias(self)
+        return {name: t.to(dtype) for name, t in made.items()}
+
+    def run(self, dtype: torch.dtype, backend: str, **more: Any) -> Any:
+        return mh.attend(**self.tensors(dtype), mask=self.mask, backend=backend, **self.options, **more)
+
+    def exact(self, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """An oracle that shares no code with the package: NumPy, in extended precision, row by row of the softmax."""
+        t = {name: tensor.double().numpy().astype(np.longdouble) for name, tensor in self.tensors(dtype).items()}
+        repeat = self.H // self.G
+        k, v = np.repeat(t["k"], repeat, axis=1), np.repeat(t["v"], repeat, axis=1)
+        logits = np.einsum("bhqd,bhkd->bhqk", t["q"], k) * np.longdouble(self.options.get("scale", self.D**-0.5))
+        if "softcap" in self.options:
+            logits = np.tanh(logits / self.options["softcap"]) * self.options["softcap"]
+        logits = logits + t.get("bias", np.longdouble(0))
+        if self.mask is not None:
+            logits = np.where(self.mask.dense(self.Q, self.K).numpy(), logits, -np.inf)
+        sink = np.broadcast_to(t["sinks"][:, None] if self.sinks else -np.inf, logits.shape[:-1])
+        top = np.maximum(logits.max(-1, initial=-np.inf), sink)
+        top = np.where(top == -np.inf, 0, top)
+        powers = np.exp(logits - top[..., None])
+        total = powers.sum(-1) + np.exp(sink - top)
+        with np.errstate(divide="ignore"):
+            lse = top + np.log(total)
+        weights = powers / np.where(total == 0, 1, total)[..., None]
+        return np.einsum("bhqk,bhkv->bhqv", weights, v), lse
+
+    def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The specification with every operation rounded to `dtype`."""
+        t = self.tensors(dtype)
+        visible = lower(self.mask, Frame.of(self.Q, self.K), self.B, self.H)
+        q, k, v = t["q"], steps.repeat_heads(t["k"], self.H), steps.repeat_heads(t["v"], self.H)
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * self.options.get("scale", self.D**-0.5)
+        masked = steps.hide(scores, allowed=visible.allowed(), softcap=self.options.get("softcap"), bias=t.get("bias"))
+        weights, lse = steps.weigh(masked, t.get("sinks"))
+        return torch.einsum("bhqk,bhkv->bhqv", weights, v), lse
+
+
+def max_error(found: Tensor, exact: np.ndarray) -> float:
+    """The largest absolute difference; equal infinities are no difference."""
+    numbers = found.detach().double().numpy().astype(np.longdouble)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(numbers == exact, 0, np.abs(numbers - exact))
+    return float(difference.max(initial=0))
+
+
+def assert_within_bound(found: Tensor, plain: Tensor, exact: np.ndarray, dtype: torch.dtype) -> None:
+    """Decision 6: at most twice the error of the plain implementation in the same dtype, and one rounding."""
+    assert found.shape == exact.shape
+    size = float(np.abs(exact[np.isfinite(exact)]).max(initial=0))
+    assert max_error(found, exact) <= 2 * max_error(plain, exact) + torch.finfo(dtype).eps * size
+
+
+def alibi_bias(case: Case) -> Tensor:
+    distance = torch.arange(case.K) - (torch.arange(case.Q)[:, None] + case.K - case.Q)
+    return -distance.abs().float() * torch.arange(1, case.H + 1)[:, None, None] / 8
+
+
+def hiding_bias(case: Case) -> Tensor:
+    bias = torch.randn(case.B, 1, case.Q, case.K, generator=torch.Generator().manual_seed(3))
+    bias[:, :, :, ::3] = -torch.inf
+    bias[:, :, 1] = -torch.inf
+    return bias
+
+
+CASES = [  # B  H  G   Q   K   D   V  mask
+    Case(2, 6, 3, 5, 7, 11, 13, None, "all sizes distinct: a swapped axis cannot pass"),
+    Case(1, 8, 8, 4, 4, 128, 128, mh.Causal(), "the running example"),
+    Case(1, 4, 1, 1, 97, 64, 64, mh.Causal(), "decode, one kv head"),
+    Case(3, 2, 2, 65, 63, 40, 40, mh.Causal(), "the first queries see nothing"),
+    Case(1, 2, 2, 17, 17, 1, 3, mh.Causal(), "heads one wide"),
+    Case(1, 3, 1, 113, 203, 59, 61, mh.Causal(), "awkward sizes, many keys before the first query"),
+    Case(2, 3, 3, 37, 37, 16, 16, mh.Causal(window=5), "sliding window"),
+    Case(1, 2, 1, 41, 29, 8, 8, mh.Window(3, 2), "window both ways, more queries than keys"),
+    Case(2, 2, 2, 13, 19, 8, 24, mh.Prefix(6), "prefix-LM"),
+    Case(3, 2, 1, 11, 23, 8, 8, mh.Padding([0, 5, 23]), "right padding, one row with no key at all"),
+    Case(3, 2, 2, 7, 7, 8, 8, mh.Padding([3, 1, 7], side="left") & mh.Causal(), "left padding under a causal mask"),
+    Case(1, 4, 2, 31, 31, 12, 12, mh.Documents([3, 17, 11]), "packed documents"),
+    Case(1, 2, 2, 10, 16, 8, 8, mh.Documents([3, 7], [9, 7]) & mh.Causal(), "documents, other keys, causal in each"),
+    Case(2, 3, 3, 7, 11, 8, 8, mh.Allowed(block_lower(3, 7, 11)), "a dense mask for each head"),
+    Case(1, 3, 1, 7, 11, 8, 8, mh.Causal() & mh.Allowed(block_lower(3, 7, 11)), "dense and interval together"),
+    Case(2, 2, 1, 9, 14, 8, 8, mh.Causal(), "softcap", {"softcap": 2.0}, size=3.0),
+    Case(2, 4, 2, 9, 14, 8, 8, mh.Causal(window=3), "sinks", sinks=True),
+    Case(2, 3, 3, 17, 13, 8, 8, mh.Causal(), "sinks where the first queries see nothing", sinks=True),
+    Case(2, 3, 3, 9, 14, 8, 8, None, "bias by head", bias=alibi_bias),
+    Case(2, 3, 3, 9, 14, 8, 8, mh.Causal(), "bias that hides, one row of it everything", bias=hiding_bias),
+    Case(1, 2, 2, 12, 12, 8, 8, mh.Causal(), "a scale of one's own", {"scale": 0.5}),
+    Case(1, 2, 2, 23, 23, 32, 32, mh.Causal(), "scores of ±1e4", {"scale": 1.0}, size=2000.0),
+    Case(1, 2, 1, 0, 5, 8, 8, mh.Causal(), "no queries"),
+    Case(1, 2, 1, 5, 0, 8, 8, mh.Causal(), "no keys"),
+    Case(1, 2, 1, 5, 0, 8, 8, None, "no keys but a sink", sinks=True),
+    Case(1, 2, 2, 600, 1100, 16, 16, mh.Causal(window=300), "more than one tile of the log-sum-exp pass"),
+]
+
+by_why = {"ids": lambda case: case.why}
+
+
+def accepting(case: Case, dtype: torch.dtype = torch.float32, **more: Any) -> list[str]:
+    """The backends that take a case."""
+    t = case.tensors(dtype)
+    why = mh.explain(**t, mask=case.mask, **case.options, **more).reasons
+    return [name for name in BACKENDS if not why[name].startswith("refuses")]

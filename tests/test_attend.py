@@ -1,0 +1,207 @@
+"""attend(): every case on every backend, to the error bound; the rules of choice; what bad input gets."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import multihead as mh
+from multihead.attend import BACKENDS
+from tests.cases import CASES, Case, accepting, assert_within_bound, by_why
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, **by_why)
+def test_error_is_at_most_twice_plain(case: Case, dtype: torch.dtype) -> None:
+    exact, exact_lse = case.exact(dtype)
+    plain, plain_lse = case.plain(dtype)
+    accepted = accepting(case, dtype, return_lse=True)
+    assert "reference" in accepted
+    for backend in accepted:
+        out, lse = case.run(dtype, backend, return_lse=True)
+        assert out.dtype == dtype
+        assert lse.dtype == torch.promote_types(dtype, torch.float32)
+        assert_within_bound(out, plain, exact, dtype)
+        assert_within_bound(lse, plain_lse, exact_lse, dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.Q and c.K], **by_why)
+def test_gradients_of_every_backend_are_those_of_the_specification(case: Case) -> None:
+    def gradients(backend: str) -> dict[str, torch.Tensor]:
+        t = {name: tensor.requires_grad_() for name, tensor in case.tensors(torch.float64).items()}
+        out = mh.attend(**t, mask=case.mask, backend=backend, **case.options)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+        (out * weights).sum().backward()
+        return {name: tensor.grad for name, tensor in t.items()}
+
+    wanted = gradients("reference")
+    for backend in accepting(case, torch.float64):
+        for name, grad in gradients(backend).items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9, msg=lambda m: f"{backend} {name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("view", ["transposed", "broadcast", "sliced", "last axis strided"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_views_of_every_kind_give_what_their_copies_give(view: str, backend: str) -> None:
+    def make(B: int, H: int, N: int, D: int) -> torch.Tensor:
+        if view == "transposed":
+            return torch.randn(B, N, H, D).transpose(1, 2)
+        if view == "broadcast":
+            return torch.randn(1, H, N, D).expand(B, H, N, D)
+        if view == "sliced":
+            return torch.randn(B, 2 * H, N + 3, D)[:, ::2, 2:-1]
+        return torch.randn(B, H, N, 2 * D)[..., ::2]
+
+    q, k, v = make(3, 4, 5, 8), make(3, 4, 7, 8), make(3, 4, 7, 8)
+    found = mh.attend(q, k, v, mh.Causal(), backend=backend)
+    copied = mh.attend(q.clone(), k.clone(), v.clone(), mh.Causal(), backend=backend)
+    torch.testing.assert_close(found, copied)
+
+
+class TestChoice:
+    """Backends are chosen by stated rules and never fall back silently."""
+
+    q = torch.randn(1, 2, 3, 4)
+
+    def test_the_first_that_can_takes_the_call(self) -> None:
+        assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
+        assert mh.explain(self.q, self.q, self.q, softcap=1.0).backend == "reference"
+
+    def test_explain_says_what_each_would_do(self) -> None:
+        told = str(mh.explain(self.q, self.q, self.q, mh.Causal(window=2), sinks=torch.zeros(2)))
+        assert "  sdpa: refuses: torch's fused kernels have no sinks" in told
+        assert "→ reference: the seven steps as written" in told
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"softcap": 3.0}, "no softcap"),
+            ({"sinks": torch.zeros(2)}, "no sinks"),
+            ({"dropout": 0.5}, "a generator of their own"),
+        ],
+        ids=["softcap", "sinks", "dropout"],
+    )
+    def test_a_named_backend_refuses_in_words(self, options: dict, why: str) -> None:
+        with pytest.raises(ValueError, match=f"backend='sdpa' refuses this call: .*{why}"):
+            mh.attend(self.q, self.q, self.q, backend="sdpa", **options)
+        with mh.backend("sdpa"), pytest.raises(ValueError, match=why):
+            mh.attend(self.q, self.q, self.q, **options)
+
+    def test_lse_of_sdpa_has_no_gradient_and_so_is_refused_one(self) -> None:
+        with pytest.raises(ValueError, match="without a gradient"):
+            mh.attend(self.q.clone().requires_grad_(), self.q, self.q, backend="sdpa", return_lse=True)
+
+    def test_a_block_names_a_backend_and_a_call_may_name_another(self) -> None:
+        with mh.backend("reference"):
+            assert mh.explain(self.q, self.q, self.q).backend == "reference"
+            assert mh.explain(self.q, self.q, self.q, backend="sdpa").backend == "sdpa"
+            with mh.backend("sdpa"):
+                assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
+            assert mh.explain(self.q, self.q, self.q).backend == "reference"
+        assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
+
+    def test_an_unknown_name_is_an_error_that_lists_the_known(self) -> None:
+        with pytest.raises(ValueError, match="backend='flash': expected one of sdpa, reference"):
+            mh.attend(self.q, self.q, self.q, backend="flash")
+        with pytest.raises(ValueError, match="expected one of"), mh.backend("flash"):
+            pass
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+GOOD = {"q": ones(2, 6, 5, 8), "k": ones(2, 3, 7, 8), "v": ones(2, 3, 7, 9)}
+BAD = [
+    ({"q": [1.0]}, TypeError, r"q is a list: expected a tensor \(B,H,Q,D\)"),
+    ({"q": ones(6, 5, 8)}, ValueError, r"q has shape \(6, 5, 8\): expected four axes \(B,H,Q,D\)"),
+    ({"v": ones(2, 3, 7)}, ValueError, r"v has shape .*expected four axes \(B,G,K,V\)"),
+    ({"q": ones(2, 6, 5, 8).long()}, TypeError, r"q has dtype torch.int64: expected a floating dtype"),
+    ({"k": ones(2, 3, 7, 8, dtype=torch.float64)}, TypeError, r"k has dtype torch.float64 but q has torch.float32"),
+    ({"k": ones(2, 3, 7, 8).to("meta")}, ValueError, r"k is on meta but q is on cpu"),
+    ({"k": ones(3, 3, 7, 8)}, ValueError, r"batches 2, 3, 2: expected one B"),
+    ({"k": ones(2, 3, 7, 4)}, ValueError, r"k has head width 4 but q has D=8"),
+    ({"k": ones(2, 3, 6, 8)}, ValueError, r"v has 3 heads of 7 keys but k has G=3 heads of K=6"),
+    ({"q": ones(2, 5, 5, 8)}, ValueError, r"q has H=5 heads and k has G=3: expected H to be a multiple of G"),
+    ({"mask": ones(5, 7)}, TypeError, r"a mask is bool, True = may attend; give scores to add as bias="),
+    ({"mask": ones(5, 7).int()}, TypeError, r"torch.int32 tensor: expected bool"),
+    ({"mask": "causal"}, TypeError, r"mask is a str: expected None, a mask such as Causal\(\), or a bool tensor"),
+    ({"mask": ones(5, 6).bool()}, ValueError, r"the mask has shape \(5, 6\): expected .*\(B,H,Q,K\)=\(2, 6, 5, 7\)"),
+    (
+        {"mask": mh.Padding([1, 2, 3])},
+        ValueError,
+        r"the mask has shape \(3, 1, 1\): expected .*\(B,H,Q\)=\(2, 6, 5\)",
+    ),
+    ({"mask": mh.Padding([1, 8])}, ValueError, r"lengths=\[1, 8\]: expected 0…7, the number of keys K=7"),
+    ({"mask": mh.Documents([2, 2])}, ValueError, r"lengths=\[2, 2\] adds up to 4: expected Q=5"),
+    ({"bias": ones(5, 6)}, ValueError, r"bias has shape \(5, 6\): expected one that broadcasts to \(B,H,Q,K\)"),
+    ({"bias": ones(5, 7).bool()}, TypeError, r"bias is .*bool.*a mask of what may be seen goes to mask="),
+    ({"sinks": ones(3)}, ValueError, r"sinks has shape \(3,\): expected"),
+    ({"sinks": ones(1)}, ValueError, r"sinks has shape \(1,\): expected one logit for each of the H=6 query heads"),
+    ({"sinks": 0.5}, TypeError, r"sinks is float: expected a floating tensor \(H,\)"),
+    ({"softcap": 0.0}, ValueError, r"softcap=0.0: expected a number above 0"),
+    ({"softcap": -1.0}, ValueError, r"softcap=-1.0"),
+    ({"dropout": 1.5}, ValueError, r"dropout=1.5: expected a probability, 0 to 1"),
+    ({"dropout": -0.1}, ValueError, r"dropout=-0.1"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=[m for _, _, m in BAD])
+def test_bad_input_is_named(wrong: dict, error: type[Exception], message: str) -> None:
+    assert mh.attend(**GOOD).shape == (2, 6, 5, 9)
+    with pytest.raises(error, match=message):
+        mh.attend(**(GOOD | wrong))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_computes_in_its_dtype_as_torch_does(backend: str) -> None:
+    q = torch.randn(1, 2, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mh.attend(q, q, q, mh.Causal(), backend=backend)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, mh.attend(*[q.bfloat16()] * 3, mh.Causal(), backend=backend))
+
+
+class TestDropout:
+    """Weights are kept or dropped by a function of (seed, b, h, q, k)."""
+
+    def test_the_seed_comes_from_torchs_generator(self) -> None:
+        q = torch.randn(2, 3, 11, 8)
+        torch.manual_seed(5)
+        first = mh.attend(q, q, q, dropout=0.3)
+        assert not torch.equal(first, mh.attend(q, q, q, dropout=0.3))
+        torch.manual_seed(5)
+        assert torch.equal(first, mh.attend(q, q, q, dropout=0.3))
+
+    def test_the_mean_over_seeds_is_the_result_without(self) -> None:
+        q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+        many = torch.stack([mh.attend(q, q, q, dropout=0.25) for _ in range(4000)])
+        spread = many.std(0) / 4000**0.5
+        assert ((many.mean(0) - mh.attend(q, q, q)).abs() < 5 * spread).all()
+
+    def test_all_or_nothing(self) -> None:
+        q = torch.randn(1, 2, 5, 8)
+        assert torch.equal(mh.attend(q, q, q, dropout=1.0), torch.zeros_like(q))
+
+    def test_the_lse_is_that_of_all_weights(self) -> None:
+        q = torch.randn(1, 2, 5, 8)
+        dropped, whole = (mh.attend(q, q, q, dropout=p, backend="reference", return_lse=True)[1] for p in (0.5, 0.0))
+        assert torch.equal(dropped, whole)
+
+
+def test_a_call_leaves_memory_of_order_n_for_the_lse_of_sdpa() -> None:
+    """The log-sum-exp at 8192 tokens adds less than a tenth of what a (Q, K) matrix would take."""
+    script = """
+import resource, torch, multihead as mh
+from multihead.backends.sdpa import logsumexp
+q = torch.randn(1, 1, 8192, 8)
+mh.attend(q[:, :, :600], q[:, :, :600], q[:, :, :600], mh.Causal(), backend="sdpa", return_lse=True)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+mh.attend(q, q, q, mh.Causal(), backend="sdpa", return_lse=True)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    used = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    assert used < 8192 * 8192 * 4 / 10

@@ -1,0 +1,299 @@
+"""The benchmarks refuse what is wrong, ask every peer the same question, and report what they found.
+
+Ours is played by the oracle in float32, so that these tests are about the harness alone.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks import cli, measure, oracle, ours, report, runner
+from benchmarks.cases import CASES, CAUSAL, FULL, LAYER_PEERS, PER_DOCUMENT, SDPA, Attend, Layer, Mask
+from benchmarks.ceilings import Ceilings, working_set
+from benchmarks.peers import runtimes, sdpa
+from benchmarks.problems import problem_of
+
+MASKS = [FULL, CAUSAL, Mask(causal=True, window=3), Mask(documents=(2, 5, 4)), Mask(causal=True, documents=(2, 5, 4))]
+TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
+STEADY = [1.0] * 100
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The package's surface, as far as the benchmarks use it, on the oracle; `wrong` spoils what it computes."""
+
+    class StandInLayer(torch.nn.Module):
+        def __init__(self, E, heads):
+            super().__init__()
+            self.heads = heads
+            for n in "qkvo":
+                self.add_module(f"{n}_proj", torch.nn.Linear(E, E))
+
+        def forward(self, x, mask=None):
+            w = {f"{p[0]}_{n}": getattr(self.get_submodule(f"{n}_proj"), p) for n in "qkvo" for p in ("weight", "bias")}
+            return oracle.layer(x, w, SimpleNamespace(H=self.heads, mask=mask or FULL), torch.float32)
+
+    package = SimpleNamespace(
+        wrong=lambda out: out,
+        attend=lambda q, k, v, mask=None: package.wrong(oracle.attend(q, k, v, mask or FULL, torch.float32)),
+        explain=lambda q, k, v, mask=None: SimpleNamespace(backend="oracle"),
+        Causal=lambda window=None: Mask(causal=True, window=window),
+        Documents=lambda lengths: Mask(documents=tuple(lengths)),
+        MultiHeadAttention=StandInLayer,
+    )
+    monkeypatch.setattr(ours, "mh", package)
+    return package
+
+
+# Right results only
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TINY,
+        Attend(2, 3, 3, 5, 5, 7, CAUSAL, "causal, as many queries as keys"),
+        Attend(1, 2, 2, 11, 11, 3, Mask(causal=True, window=4), "window"),
+        Attend(1, 2, 2, 11, 11, 3, Mask(documents=(2, 5, 4)), "documents"),
+        Attend(1, 2, 2, 11, 11, 3, Mask(causal=True, documents=(2, 5, 4)), "causal documents"),
+        Attend(2, 6, 2, 1, 13, 5, FULL, "decode, grouped"),
+    ],
+    ids=lambda case: case.why,
+)
+def test_every_way_of_asking_torch_gives_the_oracles_answer(case):
+    problem = problem_of(case, threads=1)
+    for name in case.peers:
+        peer = problem.peer(name)
+        oracle.check(name, peer.result(), problem.exact, problem.bound)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=lambda mask: mask.label)
+@pytest.mark.parametrize("name", LAYER_PEERS)
+def test_every_layer_peer_computes_the_same_layer(name, mask):
+    for module in ("onnx", runtimes.MODULES[name]) if name in runtimes.MODULES else ():
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    problem = problem_of(Layer(2, 5, 24, 3, mask, ""), threads=1)
+    peer = problem.peer(name)
+    try:
+        oracle.check(name, peer.result(), problem.exact, problem.bound)
+        assert peer.seconds(2) > 0
+        assert peer.name == name
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda out: out + 1e-3, "off by 0.001"),
+        (lambda out: out * torch.nan, "off by nan"),
+        (lambda out: out[:, :1], "expected (1, 2, 5, 3)"),
+    ],
+    ids=["error", "NaN", "shape"],
+)
+def test_a_wrong_result_of_ours_is_refused_not_timed(stand_in, spoil, words):
+    stand_in.wrong = spoil
+    outcome = runner.run_case(TINY, threads=1, seconds=0.01)
+    assert words in outcome.refused
+    assert outcome.noise is None
+    assert [peer.comparison for peer in outcome.peers] == [None]
+
+
+def test_a_wrong_result_of_a_peer_is_refused_not_timed(stand_in, monkeypatch):
+    monkeypatch.setitem(sdpa.BUILDERS, SDPA, lambda case, q, k, v: measure.Local(SDPA, lambda: torch.zeros_like(q)))
+    [peer] = runner.run_case(TINY, threads=1, seconds=0.01).peers
+    assert peer.comparison is None
+    assert "is off by" in peer.reason
+
+
+def off_by(case, q, k, v, factor):
+    """A peer whose largest error is `factor` times what ours may have."""
+    problem = problem_of(case, threads=1)
+    return measure.Local(SDPA, lambda: problem.exact + factor * problem.bound)
+
+
+@pytest.mark.parametrize(("factor", "timed"), [(0.9, True), (2.0, True), (5.0, False)])
+def test_a_peer_a_little_less_exact_is_timed_with_a_note(stand_in, monkeypatch, factor, timed):
+    monkeypatch.setitem(sdpa.BUILDERS, SDPA, lambda *tensors: off_by(*tensors, factor))
+    outcome = runner.run_case(TINY, threads=1, seconds=0.01)
+    assert (outcome.peers[0].comparison is not None) == timed
+    told = " ".join(report.notes(a_report(results=[outcome], planned=1)))
+    assert ("its error is 2.0 times the bound" in told) == (factor == 2.0)
+
+
+def test_ours_gets_no_such_allowance(stand_in):
+    bound = problem_of(TINY, threads=1).bound
+    stand_in.wrong = lambda out: out + 2 * bound
+    assert "is off by" in runner.run_case(TINY, threads=1, seconds=0.01).refused
+
+
+def test_an_error_of_ours_is_told_and_ends_nothing(stand_in):
+    def refuse(out):
+        raise ValueError("no softcap here")
+
+    stand_in.wrong = refuse
+    assert runner.run_case(TINY, threads=1, seconds=0.01).refused == "ValueError: no softcap here"
+
+
+def test_a_peer_that_is_missing_or_left_out_is_listed_with_the_reason(stand_in, monkeypatch):
+    monkeypatch.setitem(runtimes.MODULES, LAYER_PEERS[-1], "no_such_runtime")
+    case = Layer(1, 3, 8, 2, CAUSAL, "")
+    outcome = runner.run_case(case, threads=1, seconds=0.01, skipped=LAYER_PEERS[:-1])
+    assert [peer.name for peer in outcome.peers] == list(LAYER_PEERS)
+    assert outcome.peers[0].reason == "left out by --no-peers"
+    assert outcome.peers[-1].reason in ("no_such_runtime is not installed", "onnx is not installed")
+    assert outcome.noise is not None
+
+
+def test_a_runtime_that_refuses_or_dies_says_so():
+    runtime = runtimes.Runtime("ONNX Runtime", threads=1)
+    try:
+        with pytest.raises(runtimes.Unavailable, match="Error"):
+            runtime.ask("load", b"no model", torch.zeros(1).numpy())
+        runtime._process.kill()
+        with pytest.raises(runtimes.Unavailable, match="its process ended with code -9"):
+            runtime.ask("time", 1)
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"), [("benchmarks.measure", "benchmarks.peers"), ("benchmarks.peers.child", "torch")]
+)
+def test_the_core_knows_no_peers_and_the_children_no_torch(module, absent):
+    code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=runtimes.ROOT).returncode == 0
+
+
+# Reports
+
+
+def a_report(**changes):
+    fast = measure.summarise([([1.0, 1.0], [2.0, 2.0])] * 9, STEADY[:10])
+    slow = measure.summarise([([1.0, 1.0], [0.5, 0.5])] * 9, [1.0 + 0.1 * i for i in range(10)])
+    even = measure.summarise([([1.0, 1.0], [1.0, 1.0])] * 9, STEADY[:10])
+    case = Attend(1, 2, 2, 11, 11, 3, Mask(documents=(2, 5, 4)), "a | b")
+    peers = [runner.PeerResult(SDPA, "padded | to 5", fast), runner.PeerResult(PER_DOCUMENT, comparison=slow)]
+    results = [
+        runner.CaseResult(case, "native", 1e-7, 2e-7, even, peers=peers),
+        runner.CaseResult(TINY, refused="off by 1", peers=[runner.PeerResult(SDPA, reason="not timed")]),
+    ]
+    ceilings = Ceilings(1e9, {working_set(TINY): 1e9})
+    return report.Report(
+        **({"machine": {"CPU": "a CPU"}, "ceilings": ceilings, "results": results, "planned": 2} | changes)
+    )
+
+
+def test_markdown_is_one_whole_table_with_losses_refusals_and_notes():
+    text = report.markdown(a_report())
+    table = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {len(report.COLUMNS) + 1}
+    assert len(table) == 2 + 3
+    assert "| 2.00 | 2.00 – 2.00 | 2.00 | 1 | faster, goal met | 9/9 |" in text
+    assert "slower, goal missed | 5/9 restless |" in text
+    assert "refused" in text
+    assert "off by 1" in text
+    assert f"{PER_DOCUMENT}: restless clock" in text
+    assert "a CPU" in text
+    assert "Interrupted" not in text
+    assert "Interrupted: 2 of 3 cases." in report.markdown(a_report(planned=3))
+
+
+def test_json_holds_every_ratio():
+    whole = json.loads(report.as_json(a_report()))
+    first, second = whole["results"]
+    assert first["peers"][0]["comparison"]["ratios"] == [2.0] * 9
+    assert first["share_of_ceiling"] == pytest.approx(first["flops"] / 1e9, rel=0.5)
+    assert second["share_of_ceiling"] is None
+
+
+def test_a_goal_just_missed_is_told_from_one_within_the_noise():
+    found = measure.summarise([([1.0, 1.0], [1.1, 1.1])] * 9, STEADY[:10])
+    assert report.verdict(found, 0.02, 1.05) == "faster, goal met"
+    assert report.verdict(found, 0.02, 1.11) == "faster, goal within noise"
+    assert report.verdict(found, 0.02, 1.5) == "faster, goal missed"
+    assert report.verdict(found, 0.2, 1.0) == "even, goal met"
+    lost = measure.summarise([([1.0, 1.0], [0.1, 0.1])] * 9, STEADY[:10])
+    assert report.verdict(lost, 1.5, 1.0) == "slower, goal missed"
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "results.md"
+    report.write(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        report.write(path, "\ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Command line
+
+
+def test_a_quick_run_from_end_to_end(stand_in, tmp_path, capsys):
+    files = tmp_path / "run.md", tmp_path / "run.json"
+    arguments = ["--quick", "--case", "1x8x17x120/causal", "--seconds-per-case", "0.1"]
+    arguments += ["--threads", "1", "--markdown", str(files[0]), "--json", str(files[1])]
+    threads = torch.get_num_threads()
+    try:
+        assert cli.main(arguments) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "GEMM" in capsys.readouterr().out
+    assert "attend/1x8x17x120/causal" in files[0].read_text()
+    [result] = json.loads(files[1].read_text())["results"]
+    assert result["noise"]["blocks"] >= measure.FEWEST_BLOCKS
+    assert result["peers"][0]["comparison"]["ratio"] > 0
+    assert result["error"] <= result["bound"]
+
+
+def test_the_package_itself_goes_through_by_a_named_backend(tmp_path):
+    path = tmp_path / "run.json"
+    assert (
+        cli.main(["--case", "1x8x63x40", "--seconds-per-case", "0.1", "--backend", "reference", "--json", str(path)])
+        == 0
+    )
+    run = json.loads(path.read_text())
+    assert run["machine"]["backend"] == "reference"
+    assert {result["backend"] for result in run["results"]} == {"reference"}
+
+
+def test_the_layer_of_the_package_takes_the_weights_of_the_case():
+    problem = problem_of(Layer(2, 5, 24, 3, CAUSAL, ""), threads=1)
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.label)
+def test_the_package_means_by_its_masks_what_the_cases_mean(mask):
+    problem = problem_of(Attend(1, 2, 2, 11, 11, 3, mask, ""), threads=1)
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
+
+
+def test_the_list_names_every_case(capsys):
+    assert cli.main(["--list"]) == 0
+    told = capsys.readouterr().out
+    assert all(case.name in told and case.why in told for case in CASES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--no-peers", "nobody"], "no such peer; there are torch SDPA"),
+        (["--threads", "0"], "0 is not above 0"),
+        (["--seconds-per-case", "x"], "invalid float value"),
+        (["--json", "/no/such/folder/run.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_bad_arguments_are_refused_in_words(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_a_pattern_that_matches_nothing_points_to_the_list():
+    with pytest.raises(SystemExit, match="no case matches nothing: --list"):
+        cli.main(["--case", "nothing"])

@@ -1,0 +1,113 @@
+"""The command line, as a user meets it: in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import multihead as mh
+from multihead.sizes import Sizes
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "multihead", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "100"} | environment,
+    )
+
+
+def test_show_prints_the_running_example() -> None:
+    shown = run("show", "I love pepperoni pizza", "--mask", "causal")
+    assert shown.returncode == 0, shown.stderr
+    for part in (
+        "4 items of width 1024, 8 heads of width 128",
+        "(4, 1024) → (4, 8, 128)",
+        "(4, 8, 128) → (8, 4, 128)",
+        "(8, 4, 128) → (8, 4, 4)",
+        "7 output",
+        "“I love pepperoni”",
+        "head 7",
+    ):
+        assert part in shown.stdout
+    assert shown.stdout == run("show").stdout, "the same sentence gives the same numbers"
+
+
+def test_show_takes_sizes_and_masks() -> None:
+    shown = run("show", "to be or not to be", "--tokens", "3", "--width", "32", "--heads", "2", "--mask", "none")
+    assert "3 items of width 32, 2 heads of width 16" in shown.stdout
+    assert "no mask" in shown.stdout
+
+
+def test_shapes_reproduces_the_running_example() -> None:
+    shown = run("shapes", "1024", "8", "--tokens", "4").stdout
+    lines = {line.split()[-1 if "(" not in line else 0]: line for line in shown.splitlines()}
+    assert lines
+    for name, shape in {
+        "W_q": "(1024, 8, 128)", "q": "(4, 8, 128)", "q_heads": "(8, 4, 128)", "scores": "(8, 4, 4)",
+        "heads": "(8, 4, 128)", "transposed": "(4, 8, 128)", "merged": "(4, 1024)", "W_o": "(8, 128, 1024)", "output": "(4, 1024)",
+    }.items():  # fmt: skip
+        assert any(f" {name} " in f" {line} " and shape in line for line in shown.splitlines()), name
+    assert "4,198,400" in shown
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 3, "head_dim": 10, "value_dim": 7, "context_dim": 50}])
+def test_shapes_are_those_of_a_real_layer(options: dict) -> None:
+    sizes = Sizes.of(48, 6, **options)
+    layer = mh.MultiHeadAttention(48, 6, **options)
+    rows = list(sizes.shapes(5, 9))
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in layer.parameters())
+    trace = mh.trace(layer, torch.randn(5, 48), torch.randn(9, sizes.C))
+    for row in rows:
+        if not row.parameters:
+            assert tuple(trace[row.name].shape) == row.shape, row.name
+        elif row.name.startswith("W"):
+            assert tuple(getattr(layer, row.name.lower()).shape) == row.shape
+    with FlopCounterMode(display=False) as counter, mh.backend("reference"):
+        layer(torch.randn(1, 5, 48), torch.randn(1, 9, sizes.C))
+    assert counter.get_total_flops() == sum(row.flops for row in rows)
+
+
+def test_info_says_what_is_there() -> None:
+    told = run("info").stdout
+    for part in (
+        f"multihead      {mh.__version__}",
+        "native module",
+        "cpu",
+        "sdpa → reference",
+        "softcap",
+        "mh.explain",
+    ):
+        assert part in told
+
+
+def test_help_and_version() -> None:
+    for arguments in (["--help"], ["show", "--help"], ["shapes", "-h"], ["info", "--help"]):
+        helped = run(*arguments)
+        assert helped.returncode == 0
+        assert "Usage" in helped.stdout
+    assert run("--version").stdout == f"multihead {mh.__version__}\n"
+
+
+BAD = [
+    (["shapes", "1000", "7"], "heads=7 does not divide E=1000"),
+    (["shapes", "12", "6", "--kv-heads", "4"], "kv_heads=4 does not divide heads=6"),
+    (["show", "  "], "the text is empty"),
+    (["show", "two words", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
+    (["show", "--mask", "diagonal"], "'diagonal' is not one of"),
+    (["shapes", "wide", "8"], "Invalid value for 'E'"),
+    (["paint"], "No such command 'paint'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m for _, m in BAD])
+def test_a_mistake_gets_a_sentence_and_status_2(arguments: list[str], message: str) -> None:
+    failed = run(*arguments, NO_COLOR="1", COLUMNS="200")
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert "Traceback" not in failed.stderr
