@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from multihead.doctor.candidate import MASK_NAMES, as_tensor
+from multihead.doctor.parameters import role
 
 WIDTHS = ("width", "embed_dim", "d_model", "dim", "hidden_size", "embedding_dim", "emb_dim", "n_embd", "model_dim",
           "d_in", "d_out", "in_dim", "out_dim", "hidden_dim", "emb", "embed_size", "d_embed", "E")  # fmt: skip
@@ -57,7 +61,7 @@ def load(target: str, width: int, heads: int, tokens: int, kv_heads: int | None,
     known |= dict.fromkeys(KV_HEADS, kv_heads or heads) | dict.fromkeys(HEAD_WIDTHS, head_dim or width // heads)
     if inspect.isclass(found) or _is_factory(found, known):
         return _callable(_made(found, name, known, width, heads), name)
-    return _callable(found, name)
+    return wrapped(_callable(found, name), known, width, heads)
 
 
 def _is_factory(found: Any, known: dict[str, int]) -> bool:
@@ -94,6 +98,57 @@ def _made(make: Callable, name: str, known: dict[str, int], width: int, heads: i
             f"{name}({said}) raises {type(error).__name__}: {error}; write the call yourself, as "
             f"'file.py:{name}({width}, {heads}, …)'"
         ) from error
+
+
+def wrapped(function: Callable, known: dict[str, int], width: int, heads: int) -> Callable:
+    """A module around a function that takes its weights, or its q, k and v, as arguments; others stay as they are."""
+    if isinstance(function, nn.Module):
+        return function
+    named = inspect.signature(function).parameters
+    roles = {name: role(name) for name in named}
+    if all(r in roles.values() for r in "qkvo"):
+        return _Weights(function, known, width)
+    needed = [name for name, p in named.items() if p.default is p.empty]
+    if [roles[name] for name in needed[:3]] == ["q", "k", "v"]:
+        return _Core(function, width, heads)
+    return function
+
+
+class _Weights(nn.Module):
+    """`f(x, W_q, W_k, W_v, W_o, …)`: random matrices (E, E) and biases for the arguments that are named so."""
+
+    def __init__(self, function: Callable, known: dict[str, int], width: int) -> None:
+        super().__init__()
+        self.function = function
+        named = inspect.signature(function).parameters
+        self.sizes = {name: known[name] for name in named if name in known and role(name) is None}
+        for name in named:
+            if role(name) in ("q", "k", "v", "o"):
+                bias = name.lower().startswith("b")
+                shape = (width,) if bias else (width, width)
+                setattr(self, name, nn.Parameter(torch.randn(shape) * (0.3 if bias else width**-0.5)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, **dict(self.named_parameters()), **self.sizes)
+
+
+class _Core(nn.Module):
+    """`f(q, k, v)`: steps 3 and 4 alone, with the other five around it."""
+
+    def __init__(self, function: Callable, width: int, heads: int) -> None:
+        super().__init__()
+        self.function, self.heads = function, heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        masks = [name for name in MASK_NAMES if name in inspect.signature(function).parameters]
+        self.mask_name = masks[0] if masks else None
+
+    def forward(self, x: Tensor, mask: Any = None) -> Any:
+        q, k, v = (
+            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        options = {} if self.mask_name is None or mask is None else {self.mask_name: mask}
+        found = as_tensor(self.function(q, k, v, **options))
+        return self.o_proj(found.transpose(1, 2).flatten(2))
 
 
 def _callable(found: Any, name: str) -> Callable:
