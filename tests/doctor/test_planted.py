@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.doctor.planted import Einsum, Modern, Views
 
 import multihead as mh
+from tests.doctor.planted import Einsum, Modern, Views
 
 
 def layer_of(width: int, heads: int, **options) -> mh.MultiHeadAttention:

@@ -179,7 +179,7 @@ def _dense_forms(call: Call, unbatched: bool) -> Iterator[tuple[str, Callable[[C
         for meaning, made in (
             ("True = may attend", lambda t, dtype: t.clone()),
             ("True = hidden", lambda t, dtype: ~t),
-            ("added to the scores: 0 and −inf", lambda t, dtype: torch.zeros(t.shape, dtype=dtype).masked_fill(~t, -torch.inf)),
+            ("added to the scores: 0 and −inf", lambda t, dtype: torch.where(t, 0, -torch.inf).to(dtype)),
         ):  # fmt: skip
             yield f"{shape}, {meaning}", partial(_made, dense, cut, made)
 

@@ -87,7 +87,7 @@ def diagnose(
         trained = stack.enter_context(probes.at_rest(module))
         shaken = stack.enter_context(probes.shaken(module if reference is None else None))
         examination = Examination(candidate, reference, call, unbatched, heads, weights, options, bar)
-        if trained:
+        if trained and module is not None and any(getattr(child, "p", 0) for child in module.modules()):
             examination.notes.append("it was in training mode; it was examined in eval mode")
         if shaken:
             examination.notes.append(
@@ -110,7 +110,7 @@ class Patient:
     def observations(self, weights: Weights, rows: bool, mask: Mask | None = None) -> list[Observation]:
         """As sharply as can be: what is right of the formula shows without the candidate's rounding."""
         seen = self.sharp or self.native
-        return [_observe(call, out, weights, rows, mask, bool(self.sharp)) for call, out in seen]
+        return [_observe(call, out, weights, rows, mask, out.dtype == torch.float64) for call, out in seen]
 
     def own(self, weights: Weights, mask: Mask | None = None) -> list[Observation]:
         return [_observe(call, out, weights, True, mask, False) for call, out in self.native]
@@ -167,7 +167,10 @@ class Examination:
             return [Reading(Weights.of(self.reference), [])]
         assert self.heads is not None
         if not isinstance(self.function, torch.nn.Module):
-            raise Unreadable("it is a function, whose weights cannot be read: give a reference with the same weights")
+            raise Unreadable(
+                "it is a function, whose weights cannot be read: give reference=, a layer with the same weights; or "
+                "name them as arguments, f(x, W_q, W_k, W_v, W_o), on the command line"
+            )
         width = self.call.x.shape[-1]
         every = parameters.readings(self.function, width, self.heads, self.names, **self.options)
         found = []
@@ -330,10 +333,8 @@ class Examination:
                                 + (["a causal mask"] if mask else [])
                             )
                             self.call = self.call if mask is None else replace(self.call, mask=mask)
-                            return self.healthy(
-                                patient, Reading(weights, reading.how), 0,
-                                f"it is attention with {said}, which it was not said to be; say so, and it is checked for it",
-                            )  # fmt: skip
+                            note = f"it is attention with {said}, which was not said: say so, and it is checked for it"
+                            return self.healthy(patient, Reading(weights, reading.how), 0, note)
         return None
 
     def found(
@@ -392,7 +393,7 @@ class Examination:
         kind = "self-attention" if self.call.context is None else f"cross-attention over {K} keys"
         names = [type(part).__name__ for part in masking.parts(self.call.mask)]
         mask = f", mask {' & '.join(names)}" if names else ", no mask"
-        source = "the reference's weights" if self.reference is not None else "its own weights"
+        source = "the reference's weights" if self.reference is not None else f"its own weights, {reading.how[0]}"
         dtype = str(self.call.x.dtype).removeprefix("torch.")
         return f"{kind}, E={s.E} {heads}, {B} × {Q} items, {dtype}{mask}; compared with the seven steps on {source}"
 

@@ -45,7 +45,6 @@ def could_not(problem: str) -> Report:
 
 def failed(failure: Failure, call: Call, notes: Sequence[str]) -> Report:
     """The candidate did not answer."""
-    B, Q, _ = call.sizes
     given = f"called with x {tuple(call.x.shape)}" + (
         "" if call.context is None else f", context {tuple(call.context.shape)}"
     )
@@ -109,8 +108,8 @@ def random(named: Named | None, out: Tensor, again: Tensor, notes: Sequence[str]
         "diagnosed",
         f"{_capital(named.cause)}.",
         (named,),
-        sure=f"certain: two calls with the same input differ by up to {gap(out, again):.3g}, and with a single item the "
-        "pattern is that of dropout in this place",
+        sure=f"certain: two calls with the same input differ by up to {gap(out, again):.3g}, and with a single item "
+        "the pattern is that of dropout in this place",
         notes=tuple(notes),
     )
 
@@ -140,7 +139,8 @@ def diagnosed(
 ) -> Report:
     """Proven by reproduction."""
     first = matches[0]
-    causes = tuple(Named(m.name, m.cause.step, m.cause.explanation, m.cause.fix) for m in first.mistakes)
+    mistakes = sorted(first.mistakes, key=lambda m: m.cause.step)
+    causes = tuple(Named(m.name, m.cause.step, m.cause.explanation, m.cause.fix) for m in mistakes)
     name = " + ".join(cause.cause for cause in causes)
     others = dict.fromkeys(" + ".join(m.name for m in match.mistakes) for match in matches[1:])
     others.pop(name, None)
@@ -189,8 +189,8 @@ def other_weights(
     cause = Named(
         "its weights are not the reference's",
         7 if differ in (["W_o"], ["b_o"], ["W_o", "b_o"]) else 1,
-        f"On its own weights it computes exactly what the seven steps compute. But {', '.join(differ) or 'they'} differ "
-        "from the reference's: they were never copied, or another checkpoint was loaded.",
+        f"On its own weights it computes exactly what the seven steps compute. But {', '.join(differ) or 'they'} "
+        "differ from the reference's: they were never copied, or another checkpoint was loaded.",
         "candidate.q_proj.weight.data.copy_(reference.q_proj.weight)      # and so on; or reference=None",
     )
     worst = max(seen, key=lambda one: one.differs())
@@ -218,8 +218,8 @@ def rounding(seen: Sequence[Observation], notes: Sequence[str], subject: str) ->
         evidence=_values(worst.output, worst.right(), None),
         where=(
             "in float64 it gives the right numbers: no step is wrong",
-            f"in {str(worst.dtype).removeprefix('torch.')} its error is {times:.2g} times what rounding every operation "
-            "would explain: some part of it runs in a lower precision",
+            f"in {str(worst.dtype).removeprefix('torch.')} its error is {times:.2g} times what rounding every "
+            "operation would explain: some part of it runs in a lower precision",
         ),
         notes=tuple(notes),
         subject=subject,
@@ -244,7 +244,7 @@ def unknown(
         "unknown",
         "It is wrong, and no mistake known to the doctor, nor any two, explains it.",
         evidence=_values(seen.output, seen.right(), None),
-        sure="that it is wrong: certain; that the cause is none of the known ones: as certain as the search is complete",
+        sure="that it is wrong: certain; that it is none of the known mistakes: as certain as the search is complete",
         where=tuple(sentences),
         notes=tuple(notes),
         subject=subject,
@@ -260,16 +260,20 @@ def harmless(candidate: Candidate, weights: Weights, call: Call, function: Calla
     biases = {m: weights.b[m] for m in "qkvo"}
     plain = weights.rope is None and weights.norm is None
     if plain and _lacks_k_bias(function, biases):
-        notes.append("k has no bias and the others do: without RoPE and QK-norm that changes nothing, for a bias on k "
-                     "adds the same number to a whole row of scores")  # fmt: skip
+        notes.append(
+            "k has no bias and the others do: without RoPE and QK-norm that changes nothing, for a bias on k "
+            "adds the same number to a whole row of scores"
+        )
     zero = [f"b_{m}" for m, b in biases.items() if b is not None and not bool(b.any())]
     if zero:
         notes.append(f"{', '.join(zero)} of the reference is all zero: a missing bias there would not show")
     if weights.rope is not None:
         notes.append("RoPE sees differences of positions only: an offset common to q and k would change nothing")
     if call.mask is not None:
-        notes.append("hiding with a large finite number, or after the softmax and renormalising, would give the same "
-                     "numbers as −inf, except in a row that sees nothing")  # fmt: skip
+        notes.append(
+            "hiding with a large finite number, or after the softmax and renormalising, would give the same "
+            "numbers as −inf, except in a row that sees nothing"
+        )
     return notes
 
 
@@ -293,11 +297,15 @@ def rows_that_do_not_count(seen: Sequence[Observation]) -> list[str]:
             continue
         mine, right = one.output[~one.rows], one.right()[~one.rows]
         if bool(mine.isnan().any()):
-            notes.append("rows that see nothing, or stand on padding, are NaN in it (here they are b_o, attention 0): keep "
-                         "them from the loss, for a NaN spreads through every gradient")  # fmt: skip
+            notes.append(
+                "rows that see nothing, or stand on padding, are NaN in it (here they are b_o, attention 0): keep "
+                "them from the loss, for a NaN spreads through every gradient"
+            )
         elif gap(mine, right) > one.bound():
-            notes.append("rows that see nothing, or stand on padding, hold other numbers than here; they are to be ignored "
-                         "anyway")  # fmt: skip
+            notes.append(
+                "rows that see nothing, or stand on padding, hold other numbers than here; they are to be ignored "
+                "anyway"
+            )
     return list(dict.fromkeys(notes))
 
 

@@ -1,4 +1,4 @@
-"""From `file.py:NAME` to something callable: a class is made with the width and the heads, a function taken as it is."""
+"""From `file.py:NAME` to something callable: a class is made with its width and heads, a function taken as it is."""
 
 import importlib.util
 import inspect
@@ -82,7 +82,7 @@ def _made(make: Callable, name: str, known: dict[str, int], width: int, heads: i
         if p.name in known and (p.default is p.empty or p.name in WIDTHS + HEADS + KV_HEADS):
             arguments[p.name] = known[p.name]
         elif "drop" in p.name and p.default is p.empty:
-            arguments[p.name] = 0  # type: ignore[assignment]
+            arguments[p.name] = 0
         elif p.default is p.empty:
             unknown.append(p.name)
     if unknown:

@@ -110,8 +110,11 @@ def _keys(found: Findings, seen: Observation, heads: Tensor, bound: float) -> No
             "step 3 is (steps 4 to 7)"
         )
         return
-    found.sentences.append("its heads are mixtures of the right values: v, steps 4 to 7 are right, the weights are not")
-    found.steps = (1, 3)
+    found.sentences.append(
+        "its heads are mixtures of the right values, by other weights (or of the right values in another order): steps 5 "
+        "to 7 are right"
+    )
+    found.steps = (1, 4)
     limit = max(1e-4, 100 * bound)
     right = trace["weights"]
     sums = weights.sum(-1)
@@ -174,7 +177,7 @@ def _dependencies(found: Findings, candidate: Candidate, seen: Observation, dtyp
             x[:, key] += 1
             shifted = moved(replace(call, x=x))
             if shifted is not None and bool((shifted & blind).any()):
-                b, q = (int(n) for n in (shifted & blind).nonzero()[0])
+                q = int((shifted & blind).nonzero()[0, 1])
                 kind = "the future" if key > q else "a hidden item"
                 found.sentences.append(
                     f"it depends on {kind}: changing item {key} changes row {q}, which may not see it"
@@ -187,7 +190,7 @@ def _dependencies(found: Findings, candidate: Candidate, seen: Observation, dtyp
         if shifted is not None and bool(shifted[:-1].any()):
             found.sentences.append("it depends on the batch neighbour: changing the last sequence changes the others")
     if call.mask is None and seen.weights.rope is None and call.context is None and Q > 2:
-        order = torch.arange(Q).roll(1)
+        order = torch.tensor([1, 0, *range(2, Q)])
         try:
             turned = candidate.answer(replace(call, x=call.x[:, order]), dtype).double()
             plain = candidate.answer(call, dtype).double()[:, order]

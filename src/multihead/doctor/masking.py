@@ -38,7 +38,7 @@ def kinds(mask: Mask | None, B: int, Q: int, K: int) -> list[str]:
     """The wrong masks that can be made of this one. `name@n` changes part n of a joined mask only."""
     found = parts(mask)
     if not found:
-        return []
+        return ["causal"] if Q > 1 and Q == K else []
     kinds = ["missing", "inverted"]
     if len(found) > 1:
         kinds += [f"{name}@{n}" for n in range(len(found)) for name in ("missing", "inverted")]
@@ -67,6 +67,8 @@ def mistaken(kind: str, mask: Mask | None, B: int, Q: int, K: int, device: torch
         return others if name == "missing" else others & ~dense(found[int(number)], B, Q, K, device)
     query = torch.arange(Q, device=device)[:, None] + (K - Q)
     key = torch.arange(K, device=device)
+    if name == "causal":
+        return right & (key <= query)
     if name == "missing":
         return torch.ones_like(right)
     if name == "inverted":

@@ -4,13 +4,14 @@ import html
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -156,7 +157,7 @@ def _render(report: Report) -> RenderableType:
         parts += [Text(), Rule(Text(f"{step_title(cause.step)}: {cause.cause}", "bold"), align="left", characters="─")]
         parts.append(Padding(Text(cause.explanation), (0, 2)))
         if cause.fix:
-            parts += [Text(), Padding(Text("the fix", "italic"), (0, 2)), Padding(Text(cause.fix, "cyan"), (0, 4))]
+            parts += [Text(), Padding(Text("the fix", "italic"), (0, 2)), Padding(_Code(cause.fix), (0, 4))]
     if report.indistinguishable:
         parts += [Text(), Text("It cannot be told apart, by its output, from:", "italic")]
         parts += [Padding(Text(f"· {other}"), (0, 2)) for other in report.indistinguishable]
@@ -170,6 +171,17 @@ def _render(report: Report) -> RenderableType:
     if report.notes:
         parts += [Text(), Text("notes", "italic"), *(_point(note) for note in report.notes)]
     return Group(*parts)
+
+
+class _Code:
+    """Lines of code; where they do not fit, comments move closer."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fits = all(len(line) <= options.max_width for line in self.code.splitlines())
+        yield Text(self.code if fits else re.sub(r" {2,}#", "  #", self.code), "cyan")
 
 
 def _point(sentence: str) -> RenderableType:

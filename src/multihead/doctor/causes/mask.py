@@ -49,6 +49,14 @@ CAUSES = (
         _kinds("missing"),
     ),
     Cause(
+        "causal mask where nothing should be hidden",
+        3,
+        "No query should be kept from any key, and here a query sees no key after its own: the layer is causal by "
+        "itself. Encoders, vision transformers and cross-attention see everything.",
+        "weights = scores.softmax(dim=-1)                 # no mask; or compare with mask=mh.Causal()",
+        _kinds("causal"),
+    ),
+    Cause(
         "mask polarity inverted",
         3,
         "What should be seen is hidden and what should be hidden is seen. Conventions differ: True means “may attend” "

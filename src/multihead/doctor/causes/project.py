@@ -75,7 +75,7 @@ CAUSES = (
     Cause(
         "q used as k",
         1,
-        "The queries are compared with themselves: W_k is never used. Often a copied line whose letter was not changed.",
+        "The queries are compared with themselves: W_k is never used. Often a copied line with one letter unchanged.",
         "k = context @ W_k",
         when(
             lambda s: s.weights.sizes.G == s.weights.sizes.H and s.weights.sizes.C == s.weights.sizes.E,

@@ -123,7 +123,7 @@ CAUSES = (
         2,
         "Keys were turned, stored, and then turned again when they were read: the cache must hold keys that are turned "
         "once (rotate, then append), or never (append, then rotate everything by its own position).",
-        "k = rope.rotate(k, positions)    # the new keys only\nk = torch.cat([cache, k], dim=2) # then they join the cache",
+        "k = rope.rotate(k, positions)    # the new keys only,\nk = torch.cat([cache, k], dim=2) # which then join",
         when(
             lambda s: _rope(s) and s.call.context is None and s.call.sizes[1] <= 64,
             {"rope": "twice"},
@@ -140,8 +140,8 @@ CAUSES = (
     Cause(
         "QK-norm over the wrong axis",
         2,
-        "Each head's vector of D numbers is normalised on its own. Here the mean square is taken over another axis: all "
-        "heads together (before they are split), the positions, or the heads.",
+        "Each head's vector of D numbers is normalised on its own. Here the mean square is taken over another axis: "
+        "all heads together (before they are split), the positions, or the heads.",
         "nn.RMSNorm(D)(q)                 # q (B, H, N, D): over the last axis, after the split",
         when(_norm, {"norm": "flat"}, {"norm": "positions"}, {"norm": "heads axis"}),
     ),
