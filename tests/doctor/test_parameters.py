@@ -87,7 +87,9 @@ def test_one_module_for_each_head():
 
         def forward(self, x):
             scores = self.query(x) @ self.key(x).transpose(-2, -1) * D**-0.5
-            return scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).tril() == 0, -math.inf).softmax(-1) @ self.value(x)
+            return scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).tril() == 0, -math.inf).softmax(
+                -1
+            ) @ self.value(x)
 
     class Several(nn.Module):
         def __init__(self):
@@ -160,7 +162,7 @@ def test_a_map():
     names = {"q": "b.weight", "k": "a.weight", "v": {"weight": "c.weight", "bias": "c.bias"}, "o": "d.weight"}
     report = mh.diagnose(module, None, torch.randn(2, N, E), heads=H, weights=names)
     assert report.cause == "q and k swapped"
-    with pytest.raises(ValueError, match="'z.weight', but the parameters are a.weight"):
+    with pytest.raises(ValueError, match=r"'z\.weight', but the parameters are a\.weight"):
         mh.diagnose(module, None, torch.randn(2, N, E), heads=H, weights=names | {"q": "z.weight"})
     with pytest.raises(ValueError, match="lacks o"):
         mh.diagnose(module, None, torch.randn(2, N, E), heads=H, weights={m: names[m] for m in "qkv"})

@@ -81,6 +81,94 @@ def test_a_planted_mistake_is_named_first(style, mistake, step, mask, sizes):
     assert report.fix
 
 
+ACROSS = [("v made from x instead of the context", 1, None, 6, 6)]
+ACROSS += [("causal mask aligned top-left instead of bottom-right", 3, mh.Causal(), 4, 7)]
+ACROSS += [
+    ("k and v swapped", 1, None, 4, 7),
+    ("q and k swapped", 1, None, 4, 7),
+    ("mask missing", 3, mh.Causal(), 4, 7),
+]
+
+
+@pytest.mark.parametrize("style", [Einsum, Views])
+@pytest.mark.parametrize(("mistake", "step", "mask", "Q", "K"), ACROSS)
+def test_a_mistake_planted_in_cross_attention(style, mistake, step, mask, Q, K):
+    layer, x, context = layer_of(32, 4), torch.randn(2, Q, 32), torch.randn(2, K, 32)
+    candidate = style(layer, mistake, None if mask is None else "causal")
+    report = mh.diagnose(candidate, layer, x, context, mask)
+    assert (report.cause, report.step) == (mistake, step), report
+
+
+WIDE = ["scale missing", "heads split by view without transpose", "QKV packing: per head against per matrix",
+        "mask filled with a finite value too small", "W_o per head instead of across heads"]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", [Einsum, Views])
+@pytest.mark.parametrize("mistake", WIDE)
+def test_the_width_of_the_running_example(style, mistake):
+    layer = layer_of(1024, 8)
+    report = mh.diagnose(style(layer, mistake, "causal"), layer, torch.randn(4, 1024)[None], mask=mh.Causal())
+    assert report.cause.startswith(mistake), report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mistake", ["scale by √E instead of √D", "mask added as 0/1", "heads merged in reverse order"])
+def test_a_mistake_is_named_in_other_dtypes(mistake, dtype):
+    layer = layer_of(32, 4).to(dtype)
+    candidate = Views(layer, mistake, "causal").to(dtype)
+    report = mh.diagnose(candidate, layer, torch.randn(2, 5, 32, dtype=dtype), mask=mh.Causal())
+    assert report.cause == mistake, report
+
+
+def decoding(layer, mistake):
+    """Token by token, with a cache of keys and values, as a language model generates."""
+    s, turn = layer.sizes, layer.rope.rotate
+
+    def candidate(x):
+        keys = values = None
+        rows = []
+        for n in range(x.shape[1]):
+            token = x[:, n : n + 1]
+            q, k, v = (
+                p(token).unflatten(-1, (-1, s.D)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+            )
+            at = torch.tensor([0 if mistake == "RoPE positions restarted" else n])
+            q = turn(q, at)
+            k = k if mistake == "turned in the cache" else turn(k, at)
+            keys = k if keys is None else torch.cat([keys, k], 2)
+            values = v if values is None else torch.cat([values, v], 2)
+            used = keys
+            if mistake in ("RoPE applied after the cache", "turned in the cache"):
+                used = turn(keys, torch.arange(n + 1))
+            if mistake == "RoPE applied after the cache, again and again":
+                used = keys = turn(keys, torch.arange(n + 1))
+                used = keys
+            weights = (q @ used.repeat_interleave(s.H // s.G, 1).transpose(-2, -1) * s.D**-0.5).softmax(-1)
+            rows.append((weights @ values.repeat_interleave(s.H // s.G, 1)).transpose(1, 2).flatten(2))
+        return layer.o_proj(torch.cat(rows, 1))
+
+    return candidate
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["RoPE positions restarted", "RoPE applied after the cache", "RoPE applied after the cache, again and again"],
+)
+def test_a_mistake_planted_in_a_decoding_loop(mistake):
+    layer = layer_of(32, 4, kv_heads=2, rope=True)
+    report = mh.diagnose(decoding(layer, mistake), layer, torch.randn(2, 6, 32), mask=mh.Causal())
+    assert report.verdict == "diagnosed", report
+    named = mistake.removesuffix(", again and again")
+    assert any(name.startswith(named) for name in (report.cause, *report.indistinguishable)), report
+
+
+def test_keys_that_are_turned_in_the_cache_are_healthy():
+    layer = layer_of(32, 4, kv_heads=2, rope=True)
+    for right in ("", "turned in the cache"):
+        report = mh.diagnose(decoding(layer, right), layer, torch.randn(2, 6, 32), mask=mh.Causal())
+        assert report.verdict == "healthy", report
+
+
 MODERN = [
     ("GQA: repeat for repeat_interleave", 3),
     ("RoPE pairs halves against interleaved", 2),

@@ -59,12 +59,12 @@ def diagnose(
     >>> layer = mh.MultiHeadAttention(32, heads=4)
     >>> def broken(x):
     ...     t = mh.trace(layer, x)
-    ...     weights = (t["scores"] * 32**0.5 / 4 / 2).softmax(-1)  # somebody's idea of a scale
+    ...     weights = (1.25 * t["scores"]).softmax(-1)
     ...     return layer.o_proj((weights @ t["v_heads"]).transpose(1, 2).flatten(2))
     >>> mh.diagnose(layer, layer, torch.randn(2, 5, 32)).verdict
     'healthy'
     >>> mh.diagnose(broken, layer, torch.randn(2, 5, 32)).where[-1]
-    'the scores are 0.7071 times the right ones: look at the scale (step 3)'
+    'so look in step 3'
     """
     if not callable(candidate):
         raise TypeError(f"candidate is a {type(candidate).__name__}: expected something callable")

@@ -111,8 +111,8 @@ def _keys(found: Findings, seen: Observation, heads: Tensor, bound: float) -> No
         )
         return
     found.sentences.append(
-        "its heads are mixtures of the right values, by other weights (or of the right values in another order): steps 5 "
-        "to 7 are right"
+        "its heads are mixtures of the right values, by other weights (or of the right values in another order): steps "
+        "5 to 7 are right"
     )
     found.steps = (1, 4)
     limit = max(1e-4, 100 * bound)

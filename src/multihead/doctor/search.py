@@ -89,5 +89,9 @@ def _matches(tried: Iterator[list[Mistake]], observations: Sequence[Observation]
             if variant == RIGHT or variant in seen:
                 continue
             seen.add(variant)
-            if reproduces(variant, observations):
+            try:
+                found = reproduces(variant, observations)
+            except RuntimeError:  # shapes that do not fit: with this mistake the candidate could not have run
+                continue
+            if found:
                 yield Match(tuple(mistakes), variant)

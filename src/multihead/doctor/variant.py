@@ -301,6 +301,6 @@ def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None, ah
         where = where * 2
     elif name == "every step" and n == 1:  # the whole cache is turned again whenever a token joins it
         query = torch.arange(N, device=t.device)[:, None]
-        times = (query - torch.arange(N, device=t.device) + 1).clamp(min=1)  # (Q, K)
+        times = (query - torch.arange(N, device=t.device) + int(number)).clamp(min=1)  # (Q, K)
         return torch.stack([rope.rotate(t, where * row) for row in times], 2)  # (B, G, Q, K, D)
     return rope.rotate(t, where)

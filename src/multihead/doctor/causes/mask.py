@@ -120,7 +120,7 @@ CAUSES = (
     Cause(
         "padding mask shared across the batch",
         3,
-        "The mask of the first row of the batch is used for all rows.",
+        "The mask of the first row of the batch is used for all rows: other sequences read padding, or miss items.",
         "allowed = real[:, None, None, :]                 # real (B, K): a row of its own for each sequence",
         _kinds("shared"),
         paired=8,

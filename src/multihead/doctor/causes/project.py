@@ -33,9 +33,13 @@ def _swapped(setting: Setting) -> Iterable[tuple[str, Changes]]:
             yield "", {"roles": "kqv", "norm": "right"}
 
 
+def _crosses(setting: Setting) -> bool:
+    return setting.call.context is not None and setting.weights.sizes.C == setting.weights.sizes.E
+
+
 def _from_x(setting: Setting) -> bool:
     _, Q, K = setting.call.sizes
-    return setting.call.context is not None and setting.weights.sizes.C == setting.weights.sizes.E and Q == K
+    return _crosses(setting) and Q == K
 
 
 CAUSES = (
@@ -103,7 +107,7 @@ CAUSES = (
         1,
         "Keys and values are made from x, as in self-attention: the context is never read.",
         "k, v = context @ W_k, context @ W_v",
-        when(lambda s: s.call.context is not None and s.weights.sizes.C == s.weights.sizes.E, {"sources": "xxx"}),
+        when(lambda s: _from_x(s) or (_crosses(s) and not s.masked), {"sources": "xxx"}),
     ),
     Cause(
         "q made from the context instead of x",

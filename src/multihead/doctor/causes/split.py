@@ -127,7 +127,8 @@ CAUSES = (
         when(
             lambda s: _rope(s) and s.call.context is None and s.call.sizes[1] <= 64,
             {"rope": "twice"},
-            {"rope": "every step"},
+            {"rope": "every step:1"},
+            {"rope": "every step:2"},
         ),
     ),
     Cause(
