@@ -233,7 +233,8 @@ def unknown(
     low, high = where.steps
     steps = f"step {low}" if low == high else f"steps {low} to {high}" if (low, high) != (1, 7) else ""
     sentences = list(where.sentences)
-    kind = "in float64 it differs as well, so it is not rounding" if sharp else "it is far more than rounding"
+    far = "far more" if seen.differs() > 100 * seen.bound() else "more"
+    kind = "in float64 it differs as well, so it is not rounding" if sharp else f"it is {far} than rounding explains"
     sentences.insert(
         0, f"the largest difference is {seen.differs():.3g}, where rounding allows {seen.bound():.2g}: {kind}"
     )

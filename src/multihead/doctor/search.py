@@ -53,7 +53,7 @@ def reproduces(variant: Variant, observations: Sequence[Observation]) -> bool:
         elif not seen.may_equal(variant) or not seen.equals(variant):
             return False
         wrong = seen.right(variant)
-        visible |= not same_odd_places(wrong, seen.right()) or gap(wrong, seen.right()) > 2 * seen.bound()
+        visible |= not same_odd_places(wrong, seen.right()) or gap(wrong, seen.right()) > 0.5 * seen.bound()
     return visible
 
 

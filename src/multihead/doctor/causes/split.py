@@ -77,7 +77,7 @@ CAUSES = (
         "RoPE turns q and k, so that their product knows the distance. The values carry content and are mixed as they "
         "are: here they are turned too.",
         "q, k = rope(q), rope(k)          # v stays as it is",
-        when(_rope, {"rope": "on v"}),
+        when(lambda s: _rope(s) and s.weights.sizes.V == s.weights.sizes.D, {"rope": "on v"}),
     ),
     Cause(
         "RoPE missing",
