@@ -30,7 +30,7 @@ ORDER = [
     ["doctor.causes"],
     ["doctor.search"],
     ["doctor.report", "doctor.candidate", "doctor.parameters", "doctor.probes", "doctor.progress"],
-    ["doctor.chance", "doctor.localise", "doctor.watch"],
+    ["doctor.chance", "doctor.localise", "doctor.watch", "doctor.patient"],
     ["doctor.findings"],
     ["doctor.examine"],
     ["doctor.load"],

@@ -197,3 +197,21 @@ def test_what_was_not_said_is_found_and_noted():
     assert "RoPE (pairing 'interleaved') and a causal mask" in report.notes[0]
     report = mh.diagnose(Llama(), None, torch.randn(2, N, E), mask=mh.Causal(), heads=H, rope=True)
     assert report.cause == "RoPE pairs halves against interleaved"
+
+
+def test_a_mistake_beside_what_was_not_said():
+    layer = mh.MultiHeadAttention(E, heads=H, rope=True)
+
+    class Llama(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
+
+        def forward(self, x):
+            t = mh.trace(layer, x)
+            weights = (t["scores"] * D**0.5).softmax(-1)
+            return self.o_proj((weights @ t["v_heads"]).transpose(1, 2).flatten(2))
+
+    report = mh.diagnose(Llama(), None, torch.randn(2, N, E), heads=H)
+    assert report.cause == "scale missing", report
+    assert "RoPE (pairing 'halves')" in report.notes[0]

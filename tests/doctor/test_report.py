@@ -12,6 +12,7 @@ import multihead as mh
 from multihead.doctor import progress
 from multihead.doctor.causes import KNOWN
 from multihead.doctor.load import NotLoaded, load
+from multihead.doctor.run import candidate_report
 from tests.doctor.planted import Einsum
 from tests.doctor.test_planted import layer_of
 from tests.test_cli import run
@@ -154,17 +155,39 @@ def test_a_broken_file(file, tmp_path):
     assert "Scale by √E" in page.read_text(encoding="utf-8")
 
 
-def test_a_right_file_as_json(file):
-    done = run("doctor", f"{file}:Right({SIZES[1]}, 4, dropout=0.0)", *SIZES, "--mask", "causal", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verdict"] == "healthy"
+ASKED = {"width": 32, "heads": 4, "tokens": 6, "batch": 2, "context": None, "mask": "none", "kv_heads": None,
+         "head_dim": None, "rope": None, "softcap": None, "scale": None, "dtype": "float32", "seed": 0,
+         "weights": None}  # fmt: skip
 
 
-def test_a_map_of_weights(file, tmp_path):
+@pytest.fixture
+def clean(monkeypatch):
+    """What loading a file leaves in the interpreter goes away again."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_call_written_out(file, clean, dtype):
+    target = f"{file}:Right(32, 4, dropout=0.0)"
+    report = candidate_report(ASKED | {"target": target, "mask": "causal", "dtype": dtype})
+    assert report.verdict == "healthy", report
+
+
+def test_padding_and_cross_attention(file, clean):
+    target = f"{file}:nn.MultiheadAttention(32, 4, batch_first=True)"
+    assert candidate_report(ASKED | {"target": target, "mask": "padding"}).verdict == "healthy"
+    assert candidate_report(ASKED | {"target": target, "context": 9}).verdict == "healthy"
+
+
+def test_a_map_of_weights(file, clean, tmp_path):
     names = tmp_path / "map.toml"
     names.write_text('q = "b.weight"\nk = "a.weight"\nv = "c.weight"\n[o]\nweight = "d.weight"\nbias = "d.bias"\n')
-    done = run("doctor", f"{file}:Swapped", *SIZES, "--weights", str(names), "--json")
-    assert json.loads(done.stdout)["cause"] == "q and k swapped", done.stdout
+    asked = ASKED | {"target": f"{file}:Swapped", "weights": str(names)}
+    assert candidate_report(asked).cause == "q and k swapped"
+    names.write_text('q = "nowhere"')
+    with pytest.raises(ValueError, match="nowhere"):
+        candidate_report(asked)
 
 
 WRONG = [
@@ -180,9 +203,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("target", "said"), WRONG)
-def test_what_cannot_be_loaded(file, target, said, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+def test_what_cannot_be_loaded(file, clean, target, said):
     (file.parent / "syntax.py").write_text("def f(x:\n")
     (file.parent / "import.py").write_text("1 / 0\n")
     (file.parent / "needy.py").write_text("class Needy:\n    def __init__(self, config): ...\n")
@@ -190,18 +211,18 @@ def test_what_cannot_be_loaded(file, target, said, monkeypatch):
         load(target.format(file=file, folder=file.parent), 32, 4, 6, None, None)
 
 
-def test_functions_get_weights_or_projections_around_them(file, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+def test_functions_get_weights_or_projections_around_them(file, clean):
     core, whole = (load(f"{file}:{name}", 32, 4, 6, None, None) for name in ("core", "whole"))
     assert mh.diagnose(core, None, torch.randn(2, 5, 32), mask=mh.Causal(), heads=4).cause == "scale by D instead of √D"
     assert mh.diagnose(whole, None, torch.randn(2, 5, 32), heads=4).cause == "heads merged without transposing back"
 
 
 def test_a_file_that_cannot_be_loaded_is_a_finding(tmp_path):
-    done = run("doctor", f"{tmp_path}/nothing.py:X", *SIZES)
+    done = run("doctor", f"{tmp_path}/nothing.py:X", *SIZES, "--json")
     assert done.returncode == 2
-    assert "there is no such file" in " ".join(done.stdout.split())
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "unknown"
+    assert "there is no such file" in found["where"][0]
 
 
 def test_an_endless_loop_is_stopped_and_its_line_told(file):

@@ -42,7 +42,7 @@ class Cause:
     explanation: str
     fix: str
     ways: Ways
-    paired: int = 4
+    paired: int = 2
 
 
 def one(**changes: Any) -> Ways:

@@ -1,8 +1,7 @@
 """`diagnose`: from a candidate to a report."""
 
-import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from multihead.doctor.cause import Setting
 from multihead.doctor.localise import localise
 from multihead.doctor.measure import Observation
 from multihead.doctor.parameters import Reading, Unreadable
+from multihead.doctor.patient import Patient, twin_of
 from multihead.doctor.progress import Bar
 from multihead.doctor.report import Named, Report
 from multihead.doctor.variant import Call
@@ -96,37 +96,6 @@ def diagnose(
             )
         report = examination.report()
     return replace(report, seconds=time.monotonic() - started)
-
-
-@dataclass
-class Patient:
-    """The candidate with one way to pass the mask, and what it answered: natively, and as a float64 twin."""
-
-    candidate: Candidate
-    native: list[tuple[Call, Tensor]]
-    twin: Candidate | None = None
-    sharp: list[tuple[Call, Tensor]] = field(default_factory=list)
-
-    def observations(self, weights: Weights, rows: bool, mask: Mask | None = None) -> list[Observation]:
-        """As sharply as can be: what is right of the formula shows without the candidate's rounding."""
-        seen = self.sharp or self.native
-        return [_observe(call, out, weights, rows, mask, out.dtype == torch.float64) for call, out in seen]
-
-    def own(self, weights: Weights, mask: Mask | None = None) -> list[Observation]:
-        return [_observe(call, out, weights, True, mask, False) for call, out in self.native]
-
-
-def _observe(call: Call, out: Tensor, weights: Weights, rows: bool, mask: Mask | None, sharp: bool) -> Observation:
-    call = call if mask is None else replace(call, mask=mask)
-    counted = None
-    if rows and call.mask is not None:
-        B, Q, K = call.sizes
-        nothing = ~masking.dense(call.mask, B, Q, K, call.x.device).any(-1).any(1)
-        ignored = nothing | (masking.padded_queries(call.mask, B, Q, K, call.x.device) & (call.context is None))
-        counted = ~ignored if bool(ignored.any()) else None
-    # A twin may compute parts in float32 on purpose (RoPE's angles, the softmax): that is no mistake.
-    low = torch.float32 if sharp else min(out.dtype, call.x.dtype, key=lambda d: -torch.finfo(d).eps)
-    return Observation(call, out.double(), low, weights, counted)
 
 
 @dataclass
@@ -257,7 +226,7 @@ class Examination:
             self.note(f"it does not take an input of shape {refused}; what only shows there was not seen")
         patient = Patient(candidate, native)
         if self.call.x.dtype != torch.float64:
-            patient.twin, patient.sharp = _twin(candidate, native)
+            patient.twin, patient.sharp = twin_of(candidate, native)
         return patient
 
     def note(self, sentence: str) -> None:
@@ -271,17 +240,24 @@ class Examination:
             for number, reading in enumerate(readings):
                 if self.is_healthy(patient, reading.weights):
                     return self.healthy(patient, reading, number)
-        if self.reference is None:
-            assumed = self.assumed(patients, readings)
-            if assumed is not None:
-                return assumed
-        for rows in (False, True):
+        for patient in patients:
+            for reading, mask, said in self.alternatives(readings):
+                if self.is_healthy(patient, reading.weights, mask):
+                    self.call = self.call if mask is None else replace(self.call, mask=mask)
+                    note = f"it is attention with {said}, which was not said: say so, and it is checked for it"
+                    return self.healthy(patient, reading, 0, note)
+        uncounted = any(seen.rows is not None for seen in patients[0].own(readings[0].weights))
+        for rows in (False, True) if uncounted else (False,):
             for patient in patients:
                 for reading in readings:
                     if found := self.found(patient, reading, rows, search.singles):
                         return found
         if other := self.other_weights(patients):
             return other
+        for patient in patients:
+            for reading, mask, said in self.alternatives(readings):
+                if found := self.found(patient, reading, True, search.singles, mask=mask):
+                    return replace(found, notes=(f"it was taken to have {said}, which was not said", *found.notes))
         for patient in patients[:3]:
             for reading in readings[:2]:
                 if found := self.found(patient, reading, True, search.pairs, self.bar):
@@ -310,46 +286,45 @@ class Examination:
         if assumed:
             notes.insert(0, assumed)
         elif number or len(reading.how) > 1:
-            notes += reading.how
+            notes += reading.how if ":" in reading.how[0] else reading.how[1:]
         notes += findings.rows_that_do_not_count(patient.own(reading.weights))
         return findings.healthy([*patient.own(reading.weights)], tuple(self.extra), notes, self.subject(reading))
 
-    def assumed(self, patients: Sequence[Patient], readings: Sequence[Reading]) -> Report | None:
-        """Without a reference nobody may have said that it is causal, or that it has RoPE: it may be right as such."""
+    def alternatives(self, readings: Sequence[Reading]) -> Iterator[tuple[Reading, Mask | None, str]]:
+        """Without a reference nobody may have said that it is causal, or has RoPE: the weights and mask it would be."""
+        if self.reference is not None:
+            return
         ropes: list[RoPE | None] = [None]
         if self.options.get("rope") is None:
             ropes += [RoPE(), RoPE(pairing="interleaved")]
         masks: list[Mask | None] = [None, *([Causal()] if self.call.mask is None and self.call.context is None else [])]
-        for patient in patients:
-            for reading in readings[:4]:
-                for rope in ropes:
-                    for mask in masks:
-                        if (rope, mask) == (None, None) or (rope is not None and reading.weights.sizes.D % 2):
-                            continue
-                        weights = replace(reading.weights, rope=rope or reading.weights.rope)
-                        if self.is_healthy(patient, weights, mask):
-                            said = " and ".join(
-                                ([f"RoPE (pairing {rope.pairing!r})"] if rope else [])
-                                + (["a causal mask"] if mask else [])
-                            )
-                            self.call = self.call if mask is None else replace(self.call, mask=mask)
-                            note = f"it is attention with {said}, which was not said: say so, and it is checked for it"
-                            return self.healthy(patient, Reading(weights, reading.how), 0, note)
-        return None
+        for reading in readings[:4]:
+            for rope in ropes:
+                for mask in masks:
+                    if (rope, mask) == (None, None) or (rope is not None and reading.weights.sizes.D % 2):
+                        continue
+                    weights = replace(reading.weights, rope=rope or reading.weights.rope)
+                    said = [f"RoPE (pairing {rope.pairing!r})"] if rope else []
+                    said += ["a causal mask"] if mask else []
+                    yield Reading(weights, reading.how), mask, " and ".join(said)
 
     def found(
-        self, patient: Patient, reading: Reading, rows: bool, look: Callable[..., list[search.Match]], *more: Any
+        self,
+        patient: Patient,
+        reading: Reading,
+        rows: bool,
+        look: Callable[..., list[search.Match]],
+        *more: Any,
+        mask: Mask | None = None,
     ) -> Report | None:
-        seen = patient.observations(reading.weights, rows)
-        if rows and look is search.singles and all(one.rows is None for one in seen):
-            return None  # all rows count: this was done
+        seen = patient.observations(reading.weights, rows, mask)
         matches = look(Setting(reading.weights, seen[0].call), seen, *more)
         if not matches:
             return None
         notes = list(self.notes)
         if patient.candidate.form is not None and self.call.mask is not None:
             notes.append(f"its {patient.candidate.form.argument} was taken to mean {patient.candidate.form.meaning}")
-        notes += reading.how[1:] if self.reference is None else []
+        notes += reading.how[1:]
         return findings.diagnosed(matches, seen, tuple(self.extra), notes, self.subject(reading))
 
     def other_weights(self, patients: Sequence[Patient]) -> Report | None:
@@ -383,7 +358,7 @@ class Examination:
         inside, steps = watch(probing, worst, dtype)
         where.sentences += inside
         where.steps = (max(where.steps[0], steps[0]), min(where.steps[1], steps[1]))
-        notes = [*self.notes, *(reading.how if self.reference is None else [])]
+        notes = [*self.notes, *reading.how[1:]]
         return findings.unknown(where, worst, bool(patient.sharp), tuple(self.extra), notes, self.subject(reading))
 
     def subject(self, reading: Reading) -> str:
@@ -393,29 +368,10 @@ class Examination:
         kind = "self-attention" if self.call.context is None else f"cross-attention over {K} keys"
         names = [type(part).__name__ for part in masking.parts(self.call.mask)]
         mask = f", mask {' & '.join(names)}" if names else ", no mask"
-        source = "the reference's weights" if self.reference is not None else f"its own weights, {reading.how[0]}"
+        source = (
+            "the reference's weights"
+            if self.reference is not None
+            else f"its own weights, {reading.how[0].partition(':')[0]}"
+        )
         dtype = str(self.call.x.dtype).removeprefix("torch.")
         return f"{kind}, E={s.E} {heads}, {B} × {Q} items, {dtype}{mask}; compared with the seven steps on {source}"
-
-
-def _twin(
-    candidate: Candidate, native: list[tuple[Call, Tensor]]
-) -> tuple[Candidate | None, list[tuple[Call, Tensor]]]:
-    """The candidate in float64, and its answers; (None, []) if there is no such thing."""
-    twin = candidate
-    if candidate.module is not None:
-        try:
-            twin = replace(candidate, function=copy.deepcopy(candidate.module).double())
-        except Exception:
-            return None, []
-    sharp = []
-    for call, out in native:
-        wide = replace(call, x=call.x.double(), context=None if call.context is None else call.context.double())
-        try:
-            answer = twin.answer(wide)
-        except Failure:
-            return None, []
-        if answer.dtype != torch.float64 or answer.shape != out.shape:
-            return None, []
-        sharp.append((wide, answer))
-    return twin, sharp

@@ -9,6 +9,7 @@ from multihead.doctor import masking
 from multihead.doctor.candidate import Candidate, Failure
 from multihead.doctor.measure import Observation
 from multihead.doctor.variant import RIGHT, Call
+from multihead.masks import Padding
 
 MOST = 6  # numbers in a list
 
@@ -106,8 +107,8 @@ def _keys(found: Findings, seen: Observation, heads: Tensor, bound: float) -> No
     left = float((weights @ v - heads).abs().max())
     if left > 1e-3 * float(heads.abs().max()):
         found.sentences.append(
-            "its heads are no mixture of the right values: the values are wrong (steps 1, 2) or what comes after "
-            "step 3 is (steps 4 to 7)"
+            "its heads are no mixture of the values they should read: these are wrong (steps 1, 2), another head's, or "
+            "spoilt after step 3"
         )
         return
     found.sentences.append(
@@ -178,7 +179,8 @@ def _dependencies(found: Findings, candidate: Candidate, seen: Observation, dtyp
             shifted = moved(replace(call, x=x))
             if shifted is not None and bool((shifted & blind).any()):
                 q = int((shifted & blind).nonzero()[0, 1])
-                kind = "the future" if key > q else "a hidden item"
+                padded = any(isinstance(part, Padding) for part in masking.parts(call.mask))
+                kind = "padding, or another hidden item" if padded else "the future" if key > q else "a hidden item"
                 found.sentences.append(
                     f"it depends on {kind}: changing item {key} changes row {q}, which may not see it"
                 )

@@ -63,7 +63,7 @@ CAUSES = (
         "in scaled_dot_product_attention, Keras, Flax and here, and “hide” in nn.MultiheadAttention.",
         "scores = scores.masked_fill(~allowed, -torch.inf)                # allowed: True = may attend",
         _kinds("inverted"),
-        paired=8,
+        paired=4,
     ),
     Cause(
         "causal mask off by one, strict",
@@ -72,7 +72,7 @@ CAUSES = (
         "or `triu` is off by one.",
         "allowed = torch.ones(N, N, dtype=torch.bool).tril()              # not tril(-1), not ~triu()",
         _kinds("strict"),
-        paired=8,
+        paired=4,
     ),
     Cause(
         "causal mask off by one, one ahead",
@@ -106,7 +106,7 @@ CAUSES = (
         "instead, and every real item still reads the padding. (B, K) has to become (B, 1, 1, K), not (B, 1, K, 1).",
         "allowed = real[:, None, None, :]                 # real (B, K), True = a real item",
         _kinds("on queries"),
-        paired=8,
+        paired=4,
     ),
     Cause(
         "padding mask on queries as well as keys",
@@ -115,7 +115,7 @@ CAUSES = (
         "ignored, so this alone would be harmless.",
         "allowed = real[:, None, None, :]                 # real (B, K), True = a real item",
         _kinds("on queries too"),
-        paired=8,
+        paired=4,
     ),
     Cause(
         "padding mask shared across the batch",
@@ -123,7 +123,7 @@ CAUSES = (
         "The mask of the first row of the batch is used for all rows: other sequences read padding, or miss items.",
         "allowed = real[:, None, None, :]                 # real (B, K): a row of its own for each sequence",
         _kinds("shared"),
-        paired=8,
+        paired=4,
     ),
     Cause(
         "mask transposed",
@@ -132,7 +132,7 @@ CAUSES = (
         "anti-causal.",
         "allowed[i, j]                    # query i, key j: rows are queries",
         _kinds("transposed"),
-        paired=8,
+        paired=4,
     ),
     Cause(
         "mask applied after softmax without renormalising",

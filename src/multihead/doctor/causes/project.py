@@ -145,5 +145,6 @@ CAUSES = (
         "of scores.)",
         "q = x @ W_q + b_q                # the same for k, v and the output\nnn.Linear(E, H * D, bias=True)",
         _without_bias,
+        paired=4,
     ),
 )
