@@ -1,7 +1,7 @@
-"""Three implementations of attention, written independently of `multihead.steps`, each with every mistake on a flag.
+"""Four implementations of attention, written independently of `multihead.steps`, each with every mistake on a flag.
 
 `Einsum` works on plain weights (E,H,D) and names its axes. `Views` is the textbook module: nn.Linear, view, transpose.
-`Modern` is what language models use: grouped key/value heads, RoPE, QK-norm, softcap, sinks.
+`Modern` is what language models use: grouped key/value heads, RoPE, QK-norm, softcap, sinks; `Grouped` the same in einsum.
 """
 
 import math
@@ -310,3 +310,73 @@ class Modern(nn.Module):
             weights = F.dropout(scores, 0.15).softmax(-1)
         heads = torch.einsum("bhnm,bmhd->bnhd", weights, v)
         return self.wo(heads.flip(2).flatten(2) if m == "heads merged in reverse order" else heads.flatten(2))
+
+
+class Grouped:
+    """The same as `Modern` once more, on plain tensors: RoPE by matrices, kv heads by index, the softmax written out."""
+
+    def __init__(self, layer: mh.MultiHeadAttention, mistake: str = "", style: str = "rotate_half") -> None:
+        self.layer, self.mistake, self.s = layer, mistake, layer.sizes
+        paired = style == "rotate_half"
+        self.halves = not paired if mistake == "RoPE pairs halves against interleaved" else paired
+
+    def matrices(self, positions: Tensor, like: Tensor) -> Tensor:
+        """(N, D, D), one rotation for each position."""
+        D = self.s.D
+        first = torch.arange(D // 2) if self.halves else torch.arange(0, D, 2)
+        second = first + (D // 2 if self.halves else 1)
+        angles = positions.double()[:, None] / 10000.0 ** (2 * torch.arange(D // 2).double() / D)
+        turn = torch.zeros(len(positions), D, D, dtype=torch.float64)
+        turn[:, first, first], turn[:, second, second] = angles.cos(), angles.cos()
+        turn[:, first, second], turn[:, second, first] = -angles.sin(), angles.sin()
+        return turn.to(like.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        m, s, layer = self.mistake, self.s, self.layer
+        N = x.shape[1]
+        q, k, v = (
+            torch.einsum("bne,ehd->bnhd", x, w) + p.bias.view(-1, s.D)
+            for w, p in ((layer.w_q, layer.q_proj), (layer.w_k, layer.k_proj), (layer.w_v, layer.v_proj))
+        )
+        if m != "QK-norm missing":
+            axes = {"QK-norm over the wrong axis": [2, 3], "QK-norm over the wrong axis (positions)": [1]}.get(m, [3])
+            q, k = (
+                t * torch.rsqrt((t * t).mean(axes, keepdim=True) + 1e-6) * norm.weight
+                for t, norm in ((q, layer.q_norm), (k, layer.k_norm))
+            )
+        at = torch.arange(N)
+        q_at = {"RoPE positions off by one for q": at + 1, "RoPE positions restarted": at * 0}.get(m, at)
+        k_at = {"RoPE positions off by one for k": at + 1, "RoPE applied after the cache": 2 * at}.get(m, at)
+        if m == "RoPE positions restarted in chunks":
+            q_at = k_at = at % 4
+        q = torch.einsum("nij,bnhj->bnhi", self.matrices(q_at, x), q)
+        k = torch.einsum("nij,bnhj->bnhi", self.matrices(k_at, x), k)
+        if m == "RoPE applied to v":
+            v = torch.einsum("nij,bnhj->bnhi", self.matrices(at, x), v)
+        head = torch.arange(s.H)
+        reads = head % s.G if m == "GQA: repeat for repeat_interleave" else head // (s.H // s.G)
+        scores = torch.einsum("bnhd,bmhd->bhnm", q, k[:, :, reads])
+        scores = scores if m == "scale missing" else scores / s.D**0.5
+        hidden = at[:, None] < at + (m == "causal mask off by one, strict")
+        cap = layer.softcap
+        if m == "softcap after the mask":
+            scores = torch.tanh(scores.masked_fill(hidden, -math.inf) / cap) * cap
+        else:
+            scores = scores if m == "softcap missing" else torch.tanh(scores / cap) * cap
+            if m == "mask filled with a finite value too small":
+                scores = scores.masked_fill(hidden, -5.0)
+            elif m != "mask applied after softmax without renormalising":
+                scores = scores.masked_fill(hidden, -math.inf)
+        if m == "dropout applied to scores":
+            scores = F.dropout(scores, 0.25)
+        powers = scores.exp()
+        sinks = 0 if m == "sinks missing" else layer.sinks.exp()[:, None, None]
+        weights = powers / (powers.sum(-1, keepdim=True) + sinks)
+        if m == "mask applied after softmax without renormalising":
+            weights = weights.masked_fill(hidden, 0)
+        if m == "dropout active in eval":
+            weights = F.dropout(weights, 0.25)
+        heads = torch.einsum("bhnm,bmhd->bnhd", weights, v[:, :, reads])
+        if m == "heads merged in reverse order":
+            heads = heads[:, :, torch.arange(s.H - 1, -1, -1)]
+        return torch.einsum("bnhd,hde->bne", heads, layer.w_o) + layer.o_proj.bias

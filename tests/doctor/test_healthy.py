@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import multihead as mh
-from tests.doctor.planted import Einsum, Modern, Views
+from tests.doctor.planted import Einsum, Grouped, Modern, Views
 from tests.doctor.test_planted import layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -27,9 +27,9 @@ def test_plain_implementations(style, mask, dtype):
 def test_grouped_heads_rope_norm_softcap_and_sinks(style, dtype):
     rope = mh.RoPE(pairing="halves" if style == "rotate_half" else "interleaved")
     layer = layer_of(32, 4, kv_heads=2, rope=rope, qk_norm=True, softcap=5.0, sinks=True).to(dtype)
-    candidate = Modern(layer, "", style).to(dtype)
-    report = mh.diagnose(candidate, layer, torch.randn(2, 5, 32, dtype=dtype), mask=mh.Causal())
-    assert report.verdict == "healthy", report
+    for candidate in (Modern(layer, "", style).to(dtype), Grouped(layer, "", style)):
+        report = mh.diagnose(candidate, layer, torch.randn(2, 5, 32, dtype=dtype), mask=mh.Causal())
+        assert report.verdict == "healthy", report
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import multihead as mh
-from tests.doctor.planted import Einsum, Modern, Views
+from tests.doctor.planted import Einsum, Grouped, Modern, Views
 
 
 def layer_of(width: int, heads: int, **options) -> mh.MultiHeadAttention:
@@ -194,13 +194,14 @@ MODERN = [
 ]
 
 
+@pytest.mark.parametrize("implementation", [Modern, Grouped])
 @pytest.mark.parametrize("style", ["rotate_half", "complex"])
 @pytest.mark.parametrize(("mistake", "step"), MODERN)
-def test_a_mistake_planted_among_grouped_heads_rope_norm_softcap_and_sinks(style, mistake, step):
+def test_a_mistake_planted_among_grouped_heads_rope_norm_softcap_and_sinks(implementation, style, mistake, step):
     pairing = "halves" if style == "rotate_half" else "interleaved"
     B, N, E, H, G = (2, 6, 32, 4, 2) if style == "complex" else (1, 9, 48, 6, 3)
     layer = layer_of(E, H, kv_heads=G, rope=mh.RoPE(pairing=pairing), qk_norm=True, softcap=3.0, sinks=True)
-    report = mh.diagnose(Modern(layer, mistake, style), layer, torch.randn(B, N, E), mask=mh.Causal())
+    report = mh.diagnose(implementation(layer, mistake, style), layer, torch.randn(B, N, E), mask=mh.Causal())
     assert report.verdict == "diagnosed", report
     named = mistake.removesuffix(" in chunks").removesuffix(" (positions)")
     together = [report.cause, *report.indistinguishable]
