@@ -23,6 +23,7 @@ ORDER = [
     ["edit"],
     ["terminal"],
     ["trace"],
+    ["weights.arrange", "weights.layouts", "weights.files", "weights.recognise", "weights", "nn"],
     ["doctor.weights", "doctor.masking"],
     ["doctor.variant"],
     ["doctor.measure", "doctor.cause"],

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import multihead as mh
@@ -35,11 +36,6 @@ LAYERS = {
     "scale": {"scale": 0.3},
     "everything": {"kv_heads": 3, "head_dim": 4, "value_dim": 7, "rope": True, "qk_norm": True, "softcap": 5.0, "sinks": True},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _compile_afresh() -> None:
-    torch._dynamo.reset()
 
 
 each_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)

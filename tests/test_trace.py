@@ -95,6 +95,7 @@ def test_the_heat_maps_are_readable_without_colour(running_example: mh.Trace) ->
     """Each row's percentages stand in the text, and add up to 100 but for rounding."""
     rows = re.findall(r"pizza +(\d+) +(\d+) +(\d+) +(\d+)", str(running_example))
     assert len(rows) == 8
+    assert len(re.findall(r"love +\d+ +\d+ +· +·", str(running_example))) == 8, "what is hidden is no percentage"
     for h, row in enumerate(rows):
         wanted = (running_example["weights"][h, 3] * 100).round().int().tolist()
         assert sorted([list(map(int, r)) for r in rows]).count(wanted) >= 1, f"head {h}"

@@ -8,6 +8,7 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
+from multihead import nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.doctor import Report, diagnose
@@ -17,6 +18,7 @@ from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, W
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
 from multihead.trace import Trace, trace
+from multihead.weights import load_weights, save_weights
 
 __version__ = version("multihead")
 
@@ -41,6 +43,10 @@ __all__ = [
     "backend",
     "diagnose",
     "explain",
+    "load_weights",
+    "nn",
     "patch",
+    "save_weights",
     "trace",
+    "weights",
 ]

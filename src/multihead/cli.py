@@ -157,6 +157,7 @@ def doctor(
     weights: Annotated[
         Path | None, typer.Option(help="A TOML file that says which parameters are which.", exists=True, dir_okay=False)
     ] = None,
+    layout: Annotated[str | None, typer.Option(help="The layout of its parameters, such as gpt2.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="G, the number of key/value heads.", min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(help="D, the width of a head.", min=1)] = None,
     rope: Annotated[Pairing | None, typer.Option(help="That it should have RoPE, with this pairing.")] = None,
@@ -181,7 +182,7 @@ def doctor(
         "target": target, "width": width, "heads": heads, "mask": mask.value, "kv_heads": kv_heads,
         "head_dim": head_dim, "rope": rope and rope.value, "softcap": softcap, "scale": scale, "batch": batch,
         "tokens": tokens, "context": context, "dtype": dtype.value, "seed": seed,
-        "weights": None if weights is None else str(weights),
+        "weights": None if weights is None else str(weights), "layout": layout,
     }  # fmt: skip
     report = run.examine(given, timeout)
     if html is not None:

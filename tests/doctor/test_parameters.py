@@ -79,6 +79,21 @@ def test_packed(name):
     assert report.cause == "QKV packing: per head against per matrix", report
 
 
+def test_a_named_layout():
+    packed = Packed("query_key_value", per_head=True)
+    packed.dense = packed.proj
+    del packed.proj
+    packed.forward = lambda x: packed.dense(
+        attend(*(t.flatten(2) for t in packed.query_key_value(x).unflatten(-1, (H, 3, D)).unbind(3)))
+    )
+    report = mh.diagnose(packed, None, torch.randn(2, N, E), heads=H)
+    assert report.cause == "QKV packing: per head against per matrix", report
+    report = mh.diagnose(packed, None, torch.randn(2, N, E), heads=H, layout="gpt-neox")
+    assert report.verdict == "healthy", report
+    with pytest.raises(ValueError, match="layout='gpt2'"):
+        mh.diagnose(packed, None, torch.randn(2, N, E), heads=H, layout="gpt2")
+
+
 def test_one_module_for_each_head():
     class Head(nn.Module):
         def __init__(self):

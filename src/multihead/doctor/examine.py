@@ -38,6 +38,7 @@ def diagnose(
     positions: Tensor | None = None,
     heads: int | None = None,
     weights: Mapping[str, Any] | None = None,
+    layout: str | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> Report:
@@ -53,8 +54,9 @@ def diagnose(
         positions: where the items of x stand, for RoPE, if not at 0, 1, 2 ….
         heads: H, where there is no reference.
         weights: without a reference, which parameters are which: {"q": "to_q.weight", …}; see the guide.
+        layout: or the name of the layout they are in, one of `mh.weights.LAYOUTS`.
         progress: whether to show a bar when it takes longer than a second; None: in a terminal.
-        options: `rope=`, `softcap=`, `scale=`, `head_dim=`, `context_dim=`, where there is no reference.
+        options: `kv_heads=`, `head_dim=`, `context_dim=`, `rope=`, `softcap=`, `scale=`, where there is no reference.
 
     >>> layer = mh.MultiHeadAttention(32, heads=4)
     >>> def broken(x):
@@ -73,8 +75,8 @@ def diagnose(
         raise ValueError(f"x is {what}: expected a floating tensor (N,E) or (B,N,E)")
     if reference is None and heads is None:
         raise ValueError("without a reference the number of heads is unknown: give heads=")
-    if unknown := options.keys() - {"rope", "softcap", "scale", "head_dim", "context_dim"}:
-        raise TypeError(f"{sorted(unknown)}: expected rope, softcap, scale, head_dim or context_dim")
+    if unknown := options.keys() - {"kv_heads", "head_dim", "context_dim", "rope", "softcap", "scale"}:
+        raise TypeError(f"{sorted(unknown)}: expected kv_heads, head_dim, context_dim, rope, softcap or scale")
     unbatched = x.dim() == 2
     x = (x[None] if unbatched else x).detach()
     if context is not None:
@@ -86,7 +88,7 @@ def diagnose(
         module = candidate if isinstance(candidate, torch.nn.Module) else None
         trained = stack.enter_context(probes.at_rest(module))
         shaken = stack.enter_context(probes.shaken(module if reference is None else None))
-        examination = Examination(candidate, reference, call, unbatched, heads, weights, options, bar)
+        examination = Examination(candidate, reference, call, unbatched, heads, weights, layout, options, bar)
         if trained and module is not None and any(getattr(child, "p", 0) for child in module.modules()):
             examination.notes.append("it was in training mode; it was examined in eval mode")
         if shaken:
@@ -108,6 +110,7 @@ class Examination:
     unbatched: bool
     heads: int | None
     names: Mapping[str, Any] | None
+    layout: str | None
     options: dict[str, Any]
     bar: Bar
     notes: list[str] = field(default_factory=list)
@@ -141,6 +144,8 @@ class Examination:
                 "name them as arguments, f(x, W_q, W_k, W_v, W_o), on the command line"
             )
         width = self.call.x.shape[-1]
+        if self.layout is not None:
+            return [parameters.in_layout(self.function, self.layout, width, self.heads, **self.options)]
         every = parameters.readings(self.function, width, self.heads, self.names, **self.options)
         found = []
         for reading, _ in zip(every, range(MOST_READINGS)):

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from multihead.doctor.weights import Weights
+from multihead.layer import MultiHeadAttention
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
+from multihead.weights import load_weights
 
 ROLES = {
     "q": "q", "query": "q", "queries": "q", "wq": "q", "bq": "q",
@@ -58,7 +60,7 @@ def role(name: str) -> str | None:
         return f"{found[-1]} norm" if found and found[-1] in "qk" else None
     if found:
         return found[-1]
-    return "o" if "proj" in lower or "fc" in lower else None
+    return "o" if {"proj", "fc", "dense"} & set(lower) else None
 
 
 def readings(
@@ -80,6 +82,17 @@ def readings(
         yield from builder.named(by_role)
     else:
         yield from builder.shaped()
+
+
+def in_layout(module: nn.Module, layout: str, width: int, heads: int, **options: Any) -> Reading:
+    """The reading that a named layout of `mh.load_weights` gives."""
+    found = module.state_dict()
+    options = {name: value for name, value in options.items() if value is not None}
+    biased = any(name.endswith("bias") for name in found)
+    normed, sunk = (any(word in name for name in found) for word in ("norm", "sink"))
+    layer = MultiHeadAttention(width, heads, bias=biased, qk_norm=normed, sinks=sunk, dtype=torch.float64, **options)
+    load_weights(layer, found, layout)
+    return Reading(Weights.of(layer), [f"read in the layout {layout!r}"])
 
 
 @dataclass

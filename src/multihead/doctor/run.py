@@ -108,10 +108,18 @@ def candidate_report(arguments: dict[str, Any]) -> Report:
     elif arguments["mask"] == "padding":
         mask = Padding([max(1, keys - 1 - 2 * b) for b in range(B)])
     rope = None if arguments["rope"] is None else RoPE(pairing=arguments["rope"])
-    options = {"rope": rope, "softcap": arguments["softcap"], "scale": arguments["scale"], "head_dim": head_dim}
+    options = {
+        "kv_heads": kv_heads,
+        "rope": rope,
+        "softcap": arguments["softcap"],
+        "scale": arguments["scale"],
+        "head_dim": head_dim,
+    }
     names = tomllib.loads(Path(arguments["weights"]).read_text()) if arguments["weights"] else None
     options = {name: value for name, value in options.items() if value is not None}
-    return diagnose(candidate, None, x, context, mask, heads=heads, weights=names, **options)
+    return diagnose(
+        candidate, None, x, context, mask, heads=heads, weights=names, layout=arguments["layout"], **options
+    )
 
 
 def main() -> None:
