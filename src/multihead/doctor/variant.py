@@ -6,7 +6,7 @@ pairs differ in the last cheap steps only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,9 +65,6 @@ class Variant:
     merge: str = "transpose"  # "view", "reverse", "interleaved"
     output: str = "right"  # "missing", "per head"
     residual: bool = False
-
-    def changed(self) -> frozenset[str]:
-        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
 
 RIGHT = Variant()
@@ -157,7 +154,7 @@ class Specification:
             t = self._rms(t, n, variant, (2,) if variant.norm == "positions" else (1,))
         if self.weights.rope is not None:
             where = None if n and self.call.context is not None else self.call.positions
-            t = self._round(turned(self.weights.rope, t, n, variant.rope, where, self.K - self.Q))
+            t = self._round(turned(self.weights.rope, t, n, variant.rope, where))
         return self._rms(t, n, variant, (-1,)) if normed and variant.norm == "after rope" else t
 
     def _rms(self, t: Tensor, n: int, variant: Variant, axes: tuple[int, ...]) -> Tensor:
@@ -276,7 +273,7 @@ def scale_of(w: Weights, how: str, K: int) -> float:
     }[how]  # fmt: skip
 
 
-def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None, ahead: int) -> Tensor:
+def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None) -> Tensor:
     """Q (n=0), k (1) or v (2) after RoPE, done rightly or not: (B, heads, N, D)."""
     N = t.shape[2]
     where = torch.arange(N, device=t.device) if positions is None else positions
@@ -289,8 +286,6 @@ def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None, ah
         rope = RoPE(rope.base, rope.dim, "interleaved" if rope.pairing == "halves" else "halves", rope.scaling)
     elif name == "shift" and int(number[0]) == n:
         where = where + int(number[1:])
-    elif name == "shift by queries" and n == 0:
-        where = where + ahead
     elif name == "restart" and (not number.startswith("q") or n == 0):
         chunk = int(number.lstrip("q"))
         where = where % chunk
