@@ -11,6 +11,7 @@ from importlib.metadata import version
 from multihead import nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
+from multihead.doctor import Report, diagnose
 from multihead.edit import ablate, patch
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, Window
@@ -32,6 +33,7 @@ __all__ = [
     "MultiHeadAttention",
     "Padding",
     "Prefix",
+    "Report",
     "RoPE",
     "Sizes",
     "Trace",
@@ -39,6 +41,7 @@ __all__ = [
     "ablate",
     "attend",
     "backend",
+    "diagnose",
     "explain",
     "load_weights",
     "nn",

@@ -1,4 +1,4 @@
-"""The command line: `multihead show | shapes | info`."""
+"""The command line: `multihead show | shapes | doctor | info`."""
 
 import os
 import platform
@@ -122,6 +122,78 @@ def shapes(
         counts = (f"{count:,}" if count else "" for count in (row.parameters, row.flops))
         table.add_row(step, row.name, shape, *counts, style="green" if row.parameters else "")
     Console(highlight=False).print(table)
+
+
+class DoctorMask(StrEnum):
+    """The masks `doctor` can be told of by name."""
+
+    none = "none"
+    causal = "causal"
+    padding = "padding"
+
+
+class Pairing(StrEnum):
+    """Which numbers RoPE pairs."""
+
+    halves = "halves"
+    interleaved = "interleaved"
+
+
+class Number(StrEnum):
+    """What the candidate computes in."""
+
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE.py:NAME", help="A class, a module or a function; or a call in quotes.")
+    ],
+    width: Annotated[int, typer.Option(help="E, the width of the model.", min=1)],
+    heads: Annotated[int, typer.Option(help="H, the number of heads.", min=1)],
+    mask: Annotated[DoctorMask, typer.Option(help="What it should hide.")] = DoctorMask.none,
+    weights: Annotated[
+        Path | None, typer.Option(help="A TOML file that says which parameters are which.", exists=True, dir_okay=False)
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="The layout of its parameters, such as gpt2.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="G, the number of key/value heads.", min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="D, the width of a head.", min=1)] = None,
+    rope: Annotated[Pairing | None, typer.Option(help="That it should have RoPE, with this pairing.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="The cap of its scores, if it should have one.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Factor of the scores, if not 1/√D.")] = None,
+    batch: Annotated[int, typer.Option(help="B, how many sequences to try.", min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="N, how many items each has.", min=1)] = 6,
+    context: Annotated[int | None, typer.Option(help="K: cross-attention over so many items.", min=1)] = None,
+    dtype: Annotated[Number, typer.Option(help="What it computes in.")] = Number.float32,
+    seed: Annotated[int, typer.Option(help="Of the random input and weights.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which it is stopped.", min=1)] = 60,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the report to this file, as a page.")] = None,
+) -> None:
+    """Which of the seven steps an implementation gets wrong, and why.
+
+    It runs in a process of its own. Exit status: 0 healthy, 1 diagnosed, 2 not understood or could not run.
+    """
+    from multihead.doctor import run
+
+    given = {
+        "target": target, "width": width, "heads": heads, "mask": mask.value, "kv_heads": kv_heads,
+        "head_dim": head_dim, "rope": rope and rope.value, "softcap": softcap, "scale": scale, "batch": batch,
+        "tokens": tokens, "context": context, "dtype": dtype.value, "seed": seed,
+        "weights": None if weights is None else str(weights), "layout": layout,
+    }  # fmt: skip
+    report = run.examine(given, timeout)
+    if html is not None:
+        report.html(html)
+    if json:
+        typer.echo(report.json())
+    else:
+        Console(highlight=False).print(report)
+    raise typer.Exit(report.exit_status)
 
 
 @app.command()

@@ -1,0 +1,141 @@
+"""Step 3: mistakes in the scores and in the softmax."""
+
+from collections.abc import Iterable
+
+from multihead.doctor.cause import Cause, Changes, Setting, Ways, one, when
+
+
+def _scale(how: str) -> Ways:
+    return one(scale=how)
+
+
+def _axis(axis: str) -> Ways:
+    def ways(setting: Setting) -> Iterable[tuple[str, Changes]]:
+        if axis != "heads" or setting.weights.sizes.H > 1:
+            yield "", {"axis": axis}
+            if setting.masked:  # what is hidden for all of the wrong axis: NaN with −inf, even with a finite number
+                yield "", {"axis": axis, "value": -1e30}
+
+    return ways
+
+
+CAUSES = (
+    Cause(
+        "scale missing",
+        3,
+        "Scores are not divided by √D. A product of D numbers grows like √D, so the softmax becomes nearly one-hot: "
+        "the layer looks at one item only, and gradients vanish.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)",
+        _scale("none"),
+    ),
+    Cause(
+        "scale by √E instead of √D",
+        3,
+        "Scores are divided by the root of the model's width E instead of the root of the head's width D. They come "
+        "out √H times too small, and the weights too even.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # D = E // H, q.shape[-1]",
+        _scale("√E"),
+    ),
+    Cause(
+        "scale by D instead of √D",
+        3,
+        "Scores are divided by D; that is the same as dividing twice by √D (once in q or in the weights, once in the "
+        "scores). The weights come out too even.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # once, and with the root",
+        _scale("D"),
+    ),
+    Cause(
+        "scale multiplied instead of divided",
+        3,
+        "Scores are multiplied by √D where they should be divided by it.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)",
+        _scale("times √D"),
+    ),
+    Cause(
+        "scale by another size",
+        3,
+        "Scores are divided by a number that is made of another axis than the head's width.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])",
+        lambda s: [(f"({how})", {"scale": how}) for how in ("E", "√H", "H", "√K")],
+        paired=0,
+    ),
+    Cause(
+        "scale is 1/√D, the reference has its own",
+        3,
+        "The reference was made with a scale of its own (`scale=`), and this implementation divides by √D.",
+        "scores = q @ k.transpose(-2, -1) * scale",
+        when(lambda s: abs(s.weights.scale - s.weights.sizes.D**-0.5) > 1e-9, {"scale": "1/√D"}),
+    ),
+    Cause(
+        "softmax over queries",
+        3,
+        "The softmax runs over the queries' axis: each column adds up to 1 instead of each row, so an output row is no "
+        "longer a mean of values.",
+        "weights = scores.softmax(dim=-1)                 # scores (B, H, Q, K): over keys",
+        _axis("queries"),
+    ),
+    Cause(
+        "softmax over heads",
+        3,
+        "The softmax runs over the heads' axis: heads compete for each pair of items instead of keys competing for "
+        "each query.",
+        "weights = scores.softmax(dim=-1)                 # scores (B, H, Q, K): over keys",
+        _axis("heads"),
+    ),
+    Cause(
+        "softmax over the batch",
+        3,
+        "The softmax runs over the batch axis: what one sequence gets depends on its neighbours in the batch, and with "
+        "a batch of one all weights are 1. `softmax(scores, 0)`, or `nn.Softmax()` without a `dim`, does that.",
+        "weights = scores.softmax(dim=-1)                 # scores (B, H, Q, K): over keys",
+        _axis("batch"),
+    ),
+    Cause(
+        "softmax missing",
+        3,
+        "The scores themselves are used as weights: they are not positive and do not add up to 1.",
+        "weights = scores.softmax(dim=-1)",
+        one(axis="none"),
+    ),
+    Cause(
+        "GQA: repeat for repeat_interleave",
+        3,
+        "With G key/value heads for H query heads, head h reads key/value head h // (H/G): neighbours share. `repeat` "
+        "and `expand` on the wrong axis give h % G instead, so most query heads read another head's keys.",
+        "k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))      # (B, G, K, D) → (B, H, K, D)",
+        when(lambda s: 1 < s.weights.sizes.G < s.weights.sizes.H, {"repeat": "all"}),
+    ),
+    Cause(
+        "softcap missing",
+        3,
+        "The reference caps its scores, softcap · tanh(scores / softcap); here large scores go through as they are.",
+        "scores = softcap * torch.tanh(scores / softcap)  # before the mask",
+        when(lambda s: s.weights.softcap is not None, {"softcap": "missing"}),
+    ),
+    Cause(
+        "softcap after the mask",
+        3,
+        "The cap comes after the mask, and tanh turns the −inf of a hidden pair into −softcap: a finite score, so what "
+        "is hidden leaks in.",
+        "scores = softcap * torch.tanh(scores / softcap)\nscores = scores.masked_fill(~allowed, -torch.inf)",
+        when(lambda s: s.weights.softcap is not None and s.masked, {"softcap": "after"}),
+    ),
+    Cause(
+        "sinks missing",
+        3,
+        "Each head of the reference has a sink, a learned logit that joins the softmax's denominator; here the weights "
+        "of a row add up to 1, so every row takes more than it should.",
+        "logits = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], dim=-1)\n"
+        "weights = logits.softmax(dim=-1)[..., :-1]",
+        when(lambda s: s.weights.sinks is not None, {"sinks": False}),
+    ),
+    Cause(
+        "half-precision softmax",
+        3,
+        "The softmax runs in float16 or bfloat16: weights are good to three digits (two in bfloat16), and what is "
+        "below about 6e-8 in float16 becomes 0. The formula is right; the numbers are rounded on the way.",
+        "weights = scores.float().softmax(dim=-1).to(v.dtype)",
+        lambda s: [(f"({name})", {"precision": name}) for name in ("bfloat16", "float16")],
+        paired=0,
+    ),
+)

@@ -1,0 +1,165 @@
+"""Step 2: mistakes in splitting the heads, and in what makes q and k ready to meet: QK-norm and RoPE."""
+
+from collections.abc import Iterable
+
+from multihead.doctor.cause import Cause, Changes, Setting, Ways, when
+
+
+def _by_view(how: str) -> Ways:
+    def ways(setting: Setting) -> Iterable[tuple[str, Changes]]:
+        if setting.weights.sizes.H > 1:
+            yield "", {"split": how}
+            for letters in ("q", "k", "v", "qk", "kv"):
+                yield f"(of {' and '.join(letters)} alone)", {"split": how, "split_of": letters}
+
+    return ways
+
+
+def _restarted(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    if setting.weights.rope is None:
+        return
+    yield "with every token, for q", {"rope": "restart:q1"}
+    yield "with every token", {"rope": "restart:1"}
+    for chunk in range(2, min(max(setting.call.sizes[1:]), 33)):
+        yield f"after {chunk} items", {"rope": f"restart:{chunk}"}
+        yield f"at 0 from item {chunk} on", {"rope": f"stand still:{chunk}"}
+        yield f"after {chunk} items, for q", {"rope": f"restart:q{chunk}"}
+        yield f"at 0 from item {chunk} on, for q", {"rope": f"stand still:q{chunk}"}
+
+
+def _rope(setting: Setting) -> bool:
+    return setting.weights.rope is not None
+
+
+def _norm(setting: Setting) -> bool:
+    return setting.weights.norm is not None
+
+
+_OFF_BY_ONE = (
+    "RoPE turns q and k by their positions, and q·k sees the difference only. Here one of the two counts from one more "
+    "or one less than the other (one from 0 and one from 1, or the position of the next token), so every distance is "
+    "off by one. Moving q one ahead and k one behind give the same numbers and cannot be told apart."
+)
+
+CAUSES = (
+    Cause(
+        "heads split by view without transpose",
+        2,
+        "The projection's output is (B, N, H·D): item by item. `view(B, H, N, D)` does not move heads in front of "
+        "positions, it cuts the same memory differently: “head 0” gets all heads of the first items. The shape is "
+        "right, so nothing complains.",
+        "q = q.view(B, N, H, D).transpose(1, 2)           # not q.view(B, H, N, D)",
+        _by_view("view"),
+    ),
+    Cause(
+        "heads interleaved (D, H) instead of (H, D)",
+        2,
+        "The H·D numbers of an item are head 0's D numbers, then head 1's, …. Here they are read as D groups of H: "
+        "head h takes every H-th number. A layer trained like this is consistent with itself; weights from elsewhere "
+        "are not.",
+        "q = q.view(B, N, H, D).transpose(1, 2)           # not view(B, N, D, H)",
+        _by_view("interleaved"),
+    ),
+    Cause(
+        "RoPE pairs halves against interleaved",
+        2,
+        "RoPE turns pairs of numbers. Which numbers make a pair is a convention: p and p + D/2 (“halves”: GPT-NeoX, "
+        "Llama in Hugging Face's layout) or 2p and 2p + 1 (“interleaved”: the paper, GPT-J, Llama in Meta's layout). "
+        "The implementation uses the other one than the weights were trained for.",
+        "q1, q2 = q[..., : D // 2], q[..., D // 2 :]      # halves\n"
+        "q1, q2 = q[..., 0::2], q[..., 1::2]              # interleaved\n"
+        'mh.RoPE(pairing="interleaved")                   # or permute the rows of W_q and W_k when converting',
+        when(_rope, {"rope": "other pairing"}),
+    ),
+    Cause(
+        "RoPE applied to v",
+        2,
+        "RoPE turns q and k, so that their product knows the distance. The values carry content and are mixed as they "
+        "are: here they are turned too.",
+        "q, k = rope(q), rope(k)          # v stays as it is",
+        when(lambda s: _rope(s) and s.weights.sizes.V == s.weights.sizes.D, {"rope": "on v"}),
+    ),
+    Cause(
+        "RoPE missing",
+        2,
+        "The reference turns q and k by their positions, this implementation does not (or every position is 0): it "
+        "cannot tell the order of the items.",
+        "q, k = rope.rotate(q, positions), rope.rotate(k, positions)",
+        when(_rope, {"rope": "none"}),
+    ),
+    Cause(
+        "RoPE positions restarted",
+        2,
+        "Positions start from 0 again where they should go on: typically a decoding loop that turns each new token as "
+        "if it were the first (`arange(x.shape[1])` with one token is always 0), or a chunk that forgets how many "
+        "tokens the cache holds.",
+        "positions = torch.arange(N) + cache.length",
+        _restarted,
+        paired=2,
+    ),
+    Cause(
+        "RoPE applied to q alone or to k alone",
+        2,
+        "Only one of q and k is turned, so that scores depend on where an item stands, not on how far apart two are.",
+        "q, k = rope.rotate(q, positions), rope.rotate(k, positions)",
+        when(_rope, {"rope": "q only"}, {"rope": "k only"}),
+    ),
+    Cause(
+        "RoPE positions off by one for q",
+        2,
+        _OFF_BY_ONE,
+        "positions = torch.arange(N)      # one and the same for q and k",
+        when(_rope, {"rope": "shift:0+1"}, {"rope": "shift:0-1"}),
+    ),
+    Cause(
+        "RoPE positions off by one for k",
+        2,
+        _OFF_BY_ONE,
+        "positions = torch.arange(N)      # one and the same for q and k",
+        when(_rope, {"rope": "shift:1+1"}, {"rope": "shift:1-1"}),
+    ),
+    Cause(
+        "RoPE applied after the cache",
+        2,
+        "Keys were turned, stored, and then turned again when they were read: the cache must hold keys that are turned "
+        "once (rotate, then append), or never (append, then rotate everything by its own position).",
+        "k = rope.rotate(k, positions)    # the new keys only,\nk = torch.cat([cache, k], dim=2) # which then join",
+        when(
+            lambda s: _rope(s) and s.call.context is None and s.call.sizes[1] <= 64,
+            {"rope": "twice"},
+            {"rope": "every step:1"},
+            {"rope": "every step:2"},
+        ),
+    ),
+    Cause(
+        "QK-norm missing",
+        2,
+        "The reference normalises each head's q and k (RMS over D) before they meet; here they meet as they are.",
+        "q, k = q_norm(q), k_norm(k)      # on (B, H, N, D), before RoPE",
+        when(_norm, {"norm": "none"}, {"norm": "q only"}, {"norm": "k only"}),
+    ),
+    Cause(
+        "QK-norm over the wrong axis",
+        2,
+        "Each head's vector of D numbers is normalised on its own. Here the mean square is taken over another axis: "
+        "all heads together (before they are split), the positions, or the heads.",
+        "nn.RMSNorm(D)(q)                 # q (B, H, N, D): over the last axis, after the split",
+        when(_norm, {"norm": "flat"}, {"norm": "positions"}, {"norm": "heads axis"}),
+    ),
+    Cause(
+        "QK-norm after RoPE",
+        2,
+        "The norm's weight scales each of the D numbers, and RoPE mixes them in pairs: the order matters. The norm "
+        "comes first.",
+        "q = rope.rotate(q_norm(q), positions)",
+        when(lambda s: _norm(s) and _rope(s), {"norm": "after rope"}),
+    ),
+    Cause(
+        "QK-norm with another eps",
+        2,
+        "The small number that is added to the mean square before its root is not the reference's.",
+        "nn.RMSNorm(D, eps=1e-6)          # the eps the weights were trained with",
+        lambda s: [(f"({eps:g})", {"eps": eps}) for eps in (0.0, 1e-12, 1e-8, 1e-5, 1e-4, 1e-3) if _norm(s)],
+        paired=0,
+    ),
+)

@@ -1,0 +1,301 @@
+"""The seven steps with every choice spelt out, so that each can be made wrongly: the specification, mutable.
+
+A `Variant` is a set of choices, all of them right unless changed. `Specification` runs a variant on one call, in
+float64, or in another dtype to learn how large its rounding is. What variants share is computed once: thousands of
+pairs differ in the last cheap steps only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead import steps
+from multihead.doctor import masking
+from multihead.doctor.weights import Weights
+from multihead.masks import Mask
+from multihead.positions import RoPE
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the candidate: x (B,Q,E), context (B,K,C), what may be seen, and where the items stand."""
+
+    x: Tensor
+    context: Tensor | None = None
+    mask: Mask | None = None
+    positions: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """B, Q, K."""
+        return self.x.shape[0], self.x.shape[1], (self.x if self.context is None else self.context).shape[1]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How each step is done. The defaults are right; a mistake changes one of them."""
+
+    # Step 1, project
+    packing: str = "per matrix"  # "per head", "innermost": how rows that were packed per matrix are read; "split": back
+    transposed: str = ""  # which of the matrices q, k, v, o are used transposed
+    unbiased: str = ""  # which of the projections q, k, v, o lack their bias
+    roles: str = "qkv"  # which matrices make the queries, the keys and the values
+    sources: str = "xcc"  # what each is made of: x or context
+    # Step 2, split, and what makes q and k ready to meet
+    split: str = "transpose"  # "view", "interleaved"
+    split_of: str = "qkv"  # which of them are split that way
+    norm: str = "right"
+    eps: float | None = None
+    rope: str = "right"
+    # Step 3, score
+    repeat: str = "each"  # "all": head h reads key/value head h % G
+    scale: str = "right"
+    precision: str = ""  # the softmax's, where it is lower
+    axis: str = "keys"
+    softcap: str = "right"
+    sinks: bool = True
+    mask: str = "right"
+    hide: str = "fill"  # "add", "add seen", "add hidden", "after", "renormalise": how the mask hides
+    value: float = -torch.inf  # the number that hides
+    empty: str = "zero"  # what a row that sees nothing becomes: "nan", "mean", "all"
+    # Steps 5, 6 and 7
+    merge: str = "transpose"  # "view", "reverse", "interleaved"
+    output: str = "right"  # "missing", "per head"
+    residual: bool = False
+
+
+RIGHT = Variant()
+ALL = slice(None)
+READY = ("packing", "transposed", "unbiased", "roles", "sources", "split", "split_of", "norm", "eps", "rope")
+SCORED = (*READY, "repeat", "scale", "precision", "axis", "softcap", "sinks", "mask", "hide", "value", "empty")
+MOST_KEPT = 2000  # intermediates of one call
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Specification:
+    """Runs variants of the seven steps on one call; `dtype` below float32 is rounded to after every operation."""
+
+    def __init__(self, weights: Weights, call: Call, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.rounded = dtype if dtype != self.dtype else None
+        self.weights = weights.to(self.dtype)
+        self.call = call
+        self.x = call.x.to(self.dtype)
+        self.context = self.x if call.context is None else call.context.to(self.dtype)
+        self.B, self.Q, self.K = call.sizes
+        self._made: dict[tuple, Any] = {}
+
+    def run(self, variant: Variant = RIGHT, columns: slice = ALL) -> Tensor:
+        """The output, (B, Q, E), or some columns of it: most variants are seen to be wrong in a few."""
+        return self.trace(variant, columns)["output"]
+
+    def trace(self, variant: Variant = RIGHT, columns: slice = ALL) -> dict[str, Tensor]:
+        """The intermediates from step 2 on, and the output."""
+        q, k, v = (self._once(f"heads of {'qkv'[n]}", READY, variant, self._ready, n) for n in range(3))
+        weights = self._once("weights", SCORED, variant, self._weights, q, k)
+        heads = self._once("heads", SCORED, variant, self._mix, weights, v)
+        merged = self._round(self._merge(heads, variant.merge))
+        found = {"q_heads": q, "k_heads": k, "v_heads": v, "weights": weights, "heads": heads, "merged": merged}
+        return found | {"output": self._round(self._output(merged, variant, columns))}
+
+    def _round(self, t: Tensor) -> Tensor:
+        return t if self.rounded is None else t.to(self.rounded).to(self.dtype)
+
+    def _once(self, name: str, choices: tuple[str, ...], variant: Variant, make: Callable, *given: Any) -> Tensor:
+        """What `make` makes, kept by the choices it depends on."""
+        key = (name, *(getattr(variant, choice) for choice in choices))
+        if key not in self._made:
+            if len(self._made) > MOST_KEPT:
+                self._made = {k: t for k, t in self._made.items() if k[0] in ("projected", "allowed")}
+            self._made[key] = make(variant, *given)
+        return self._made[key]
+
+    # Steps 1 and 2
+
+    def projected(self, n: int, variant: Variant) -> Tensor:
+        """Step 1 for q, k or v: (B, N, heads, width)."""
+        name, source = variant.roles[n], variant.sources[n]
+        key = ("projected", name, source, variant.packing, name in variant.transposed, name in variant.unbiased)
+        if key not in self._made:
+            w, b = self.weights.w[name], self.weights.b[name]
+            if variant.packing != "per matrix":
+                w = repacked({m: self.weights.w[m].permute(1, 2, 0) for m in "qkv"}, variant.packing)[name]
+                w = w.permute(2, 0, 1)
+                if b is not None:
+                    zeros = torch.zeros_like(b)
+                    every = {m: zeros if (t := self.weights.b[m]) is None else t for m in "qkv"}
+                    b = repacked(every, variant.packing)[name]
+            if name in variant.transposed:
+                w = w.flatten(1).T.unflatten(1, w.shape[1:])
+            made = self._round(steps.project(self.x if source == "x" else self.context, w))
+            self._made[key] = made if b is None or name in variant.unbiased else self._round(made + b)
+        return self._made[key]
+
+    def _ready(self, variant: Variant, n: int) -> Tensor:
+        """Step 2: q, k or v by heads, normalised and turned: (B, heads, N, width)."""
+        t = self.projected(n, variant)
+        B, N, heads, width = t.shape
+        how = variant.split if "qkv"[n] in variant.split_of else "transpose"
+        normed = n < 2 and self.weights.norm is not None and variant.norm not in ("none", f"{'kq'[n]} only")
+        if normed and variant.norm == "flat":
+            t = self._rms(t, n, variant, (-2, -1))
+        if how == "view":
+            t = t.reshape(B, heads, N, width)
+        elif how == "interleaved":
+            t = t.reshape(B, N, width, heads).permute(0, 3, 1, 2)
+        else:
+            t = steps.split(t)
+        if normed and variant.norm in ("right", "q only", "k only"):
+            t = self._rms(t, n, variant, (-1,))
+        elif normed and variant.norm in ("positions", "heads axis"):
+            t = self._rms(t, n, variant, (2,) if variant.norm == "positions" else (1,))
+        if self.weights.rope is not None:
+            where = None if n and self.call.context is not None else self.call.positions
+            t = self._round(turned(self.weights.rope, t, n, variant.rope, where))
+        return self._rms(t, n, variant, (-1,)) if normed and variant.norm == "after rope" else t
+
+    def _rms(self, t: Tensor, n: int, variant: Variant, axes: tuple[int, ...]) -> Tensor:
+        assert self.weights.norm is not None
+        eps = self.weights.eps if variant.eps is None else variant.eps
+        length = t.square().mean(axes, keepdim=True) + eps
+        return self._round(t * length.rsqrt() * self.weights.norm[n])
+
+    # Steps 3 and 4
+
+    def heads_of(self, t: Tensor, variant: Variant) -> Tensor:
+        H = self.weights.sizes.H
+        if variant.repeat == "each" or t.shape[1] == H:
+            return steps.repeat_heads(t, H)
+        return t.repeat(1, H // t.shape[1], *[1] * (t.dim() - 2))
+
+    def _weights(self, variant: Variant, q: Tensor, k: Tensor) -> Tensor:
+        """Step 3: (B, H, Q, K)."""
+        w = self.weights
+        k = self.heads_of(k, variant)
+        form = "bhqd,bhkd->bhqk" if k.dim() == 4 else "bhqd,bhqkd->bhqk"
+        scores = self._round(torch.einsum(form, q, k) * scale_of(w, variant.scale, self.K))
+        if variant.mask == "right" and self.call.mask is None:
+            allowed = None
+        else:
+            allowed = self._once("allowed", ("mask",), variant, self._allowed)
+        cap = None if variant.softcap == "missing" else w.softcap
+        if cap is not None and variant.softcap == "right":
+            scores = self._round(torch.tanh(scores / cap) * cap)
+        masked = self._hide(scores, allowed, variant)
+        if cap is not None and variant.softcap == "after":
+            masked = self._round(torch.tanh(masked / cap) * cap)
+        weights = self._softmax(masked, variant)
+        if allowed is None:
+            return weights
+        if variant.hide in ("after", "renormalise"):
+            weights = weights * allowed
+            return weights / weights.sum(-1, keepdim=True) if variant.hide == "renormalise" else weights
+        if variant.empty != "zero" and variant.axis == "keys":
+            nothing = ~allowed.any(-1, keepdim=True)
+            instead = self._softmax(scores, variant) if variant.empty == "all" else weights * 0 + 1 / self.K
+            weights = torch.where(nothing, torch.nan if variant.empty == "nan" else instead, weights)
+        return weights
+
+    def _allowed(self, variant: Variant) -> Tensor:
+        return masking.mistaken(variant.mask, self.call.mask, self.B, self.Q, self.K, self.x.device)
+
+    def _hide(self, scores: Tensor, allowed: Tensor | None, variant: Variant) -> Tensor:
+        if allowed is None or variant.hide in ("after", "renormalise"):
+            return scores
+        if variant.hide == "fill":
+            return scores.masked_fill(~allowed, variant.value)
+        if variant.hide == "add":
+            return scores + torch.zeros_like(scores).masked_fill(~allowed, variant.value)
+        return scores + (allowed if variant.hide == "add seen" else ~allowed).to(scores.dtype)
+
+    def _softmax(self, masked: Tensor, variant: Variant) -> Tensor:
+        if variant.axis == "none":
+            return masked.masked_fill(masked == -torch.inf, 0)
+        if variant.precision:
+            return torch.softmax(masked.to(HALVES[variant.precision]), -1).to(self.dtype)
+        if variant.axis == "keys":
+            return self._round(steps.weigh(masked, self.weights.sinks if variant.sinks else None)[0])
+        return self._round(torch.softmax(masked, {"queries": 2, "heads": 1, "batch": 0}[variant.axis]))
+
+    def _mix(self, variant: Variant, weights: Tensor, v: Tensor) -> Tensor:
+        """Step 4: (B, H, Q, V)."""
+        return self._round(torch.einsum("bhqk,bhkv->bhqv", weights, self.heads_of(v, variant)))
+
+    # Steps 5, 6 and 7
+
+    def _merge(self, heads: Tensor, how: str) -> Tensor:
+        B, H, Q, V = heads.shape
+        if how == "view":
+            return heads.reshape(B, Q, H * V)
+        if how == "reverse":
+            heads = heads.flip(1)
+        if how == "interleaved":
+            return heads.permute(0, 2, 3, 1).reshape(B, Q, H * V)
+        return steps.concatenate(steps.transpose_back(heads))
+
+    def _output(self, merged: Tensor, variant: Variant, columns: slice) -> Tensor:
+        w, b = self.weights.w["o"], self.weights.b["o"]
+        H, V, E = w.shape
+        if variant.output == "missing":
+            out = merged[..., columns]
+        elif variant.output == "per head":
+            groups = w.reshape(H, V, H, E // H).diagonal(dim1=0, dim2=2)  # (V, E/H, H)
+            out = torch.einsum("bqhv,veh->bqhe", merged.unflatten(-1, (H, V)), groups).flatten(2)[..., columns]
+        else:
+            w = w.flatten(0, 1).T.unflatten(0, (H, V)) if "o" in variant.transposed else w
+            out = self._round(steps.output(merged, w[..., columns]))
+        if b is not None and variant.output != "missing" and "o" not in variant.unbiased:
+            out = out + b[columns]
+        return out + self.x[..., columns] if variant.residual else out
+
+
+def repacked(rows: dict[str, Tensor], packing: str) -> dict[str, Tensor]:
+    """q, k and v, (H, D, …) each, after they were packed one way and read another."""
+    q, k, v = rows["q"], rows["k"], rows["v"]
+    H, D, *rest = q.shape
+    if packing == "split":  # packed per head, read per matrix
+        flat = torch.stack((q, k, v), 1).reshape(3, H, D, *rest)
+        return dict(zip("qkv", flat.unbind(0)))
+    flat = torch.stack((q, k, v))  # packed per matrix: (3, H, D, …)
+    if packing == "per head":
+        return dict(zip("qkv", flat.reshape(H, 3, D, *rest).unbind(1)))
+    return dict(zip("qkv", flat.reshape(H, D, 3, *rest).unbind(2)))
+
+
+def scale_of(w: Weights, how: str, K: int) -> float:
+    E, H, D = w.sizes.E, w.sizes.H, w.sizes.D
+    return {
+        "right": w.scale, "none": 1.0, "√E": E**-0.5, "D": 1 / D, "E": 1 / E, "√H": H**-0.5, "H": 1 / H,
+        "times √D": D**0.5, "√K": K**-0.5, "1/√D": D**-0.5,
+    }[how]  # fmt: skip
+
+
+def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None) -> Tensor:
+    """Q (n=0), k (1) or v (2) after RoPE, done rightly or not: (B, heads, N, D)."""
+    N = t.shape[2]
+    where = torch.arange(N, device=t.device) if positions is None else positions
+    name, _, number = how.partition(":")
+    if n == 2 and name != "on v":
+        return t
+    if name == "none" or (name, n) in (("q only", 1), ("k only", 0)):
+        return t
+    if name == "other pairing":
+        rope = RoPE(rope.base, rope.dim, "interleaved" if rope.pairing == "halves" else "halves", rope.scaling)
+    elif name == "shift" and int(number[0]) == n:
+        where = where + int(number[1:])
+    elif name == "restart" and (not number.startswith("q") or n == 0):
+        chunk = int(number.lstrip("q"))
+        where = where % chunk
+    elif name == "stand still" and (not number.startswith("q") or n == 0):
+        chunk = int(number.lstrip("q"))
+        where = torch.where(torch.arange(N, device=t.device) < chunk, where, 0)
+    elif name == "twice" and n == 1:
+        where = where * 2
+    elif name == "every step" and n == 1:  # the whole cache is turned again whenever a token joins it
+        query = torch.arange(N, device=t.device)[:, None]
+        times = (query - torch.arange(N, device=t.device) + int(number)).clamp(min=1)  # (Q, K)
+        return torch.stack([rope.rotate(t, where * row) for row in times], 2)  # (B, G, Q, K, D)
+    return rope.rotate(t, where)
