@@ -12,16 +12,18 @@ SOURCE = Path(multihead.__file__).parent
 # Lower rows may import from rows above them, and from their own row only what stands to the left.
 ORDER = [
     ["sizes"],
+    ["selections"],
     ["intervals"],
     ["masks", "positions"],
     ["steps"],
     ["_native", "native"],
-    ["backends", "backends.reference", "backends.sdpa"],
+    ["backends", "backends.reference", "backends.sdpa", "backends.region", "backends.statistics"],
     ["attend"],
+    ["terminal", "plots"],
+    ["lens"],
     ["cache"],
     ["layer"],
     ["edit"],
-    ["terminal"],
     ["trace"],
     [""],  # the package itself
     ["cli"],
@@ -70,6 +72,16 @@ def test_nothing_imports_upwards() -> None:
 
 
 def test_import_needs_no_optional_dependency() -> None:
-    blocked = ["transformers", "onnx", "onnxruntime", "openvino", "hypothesis", "pytest", "matplotlib", "PIL", "tokenizers"]
+    blocked = [
+        "transformers",
+        "onnx",
+        "onnxruntime",
+        "openvino",
+        "hypothesis",
+        "pytest",
+        "matplotlib",
+        "PIL",
+        "tokenizers",
+    ]
     script = f"import sys\nfor name in {blocked}: sys.modules[name] = None\nimport multihead\nassert 'typer' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -12,6 +12,7 @@ from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.edit import ablate, patch
 from multihead.layer import MultiHeadAttention
+from multihead.lens import Lens, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, Window
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
@@ -26,6 +27,7 @@ __all__ = [
     "Causal",
     "ContextCache",
     "Documents",
+    "Lens",
     "Mask",
     "MultiHeadAttention",
     "Padding",
@@ -38,6 +40,7 @@ __all__ = [
     "attend",
     "backend",
     "explain",
+    "look",
     "patch",
     "trace",
 ]
