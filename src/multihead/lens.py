@@ -48,7 +48,8 @@ def look(
         softcap: scores become softcap · tanh(scores / softcap).
         sinks: (H,) a logit for each head that joins the softmax's denominator.
         bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
-        lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores.
+        lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores. Its rounding, up to
+            |lse|·2⁻²⁴ in float32, is the relative error of every weight then.
 
     >>> q, k, v = torch.randn(1, 8, 4096, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
     >>> out, lse = mh.attend(q, k, v, mask=mh.Causal(), return_lse=True)
@@ -92,7 +93,7 @@ class Lens:
     @property
     def lse(self) -> Tensor:
         """The log-sum-exp of each query, (B,H,Q), sinks included; −inf where nothing is seen."""
-        return self._refuse_gradient("lse", self._lse_of().clone())
+        return self._refuse_gradient("lse", self._lse_of().to(self._region.exact, copy=True))
 
     def rows(self, queries: Selection, heads: Selection = None) -> Tensor:
         """All weights of some queries: (B,H,q,K)."""
@@ -111,7 +112,7 @@ class Lens:
             with without_autocast(part.q.device):
                 given = self._given is not None and self._given.requires_grad
                 lse = take(self._given, 1, h) if given else _lse_with_gradient(part)  # type: ignore[arg-type]
-                lse = lse.masked_fill(lse == -torch.inf, 0)  # nothing is seen: −inf − −inf is no number
+                lse = lse.to(part.exact).masked_fill(lse == -torch.inf, 0)  # nothing is seen: −inf − −inf is no number
                 return torch.exp(_masked(part.select(keys=k)) - lse[..., None])
         return statistics.weights(self._region.select(h, None, k), self._lse_of(h))
 
@@ -292,7 +293,7 @@ def _checked(lse: Tensor, region: Region) -> Tensor:
         raise TypeError(f"lse is {what}: expected a floating tensor (B,H,Q), as attend(..., return_lse=True) gives it")
     if lse.shape != region.shape[:3] or lse.device != region.q.device:
         raise ValueError(f"lse is {describe(lse)}: expected (B,H,Q)={region.shape[:3]} on {region.q.device}")
-    return lse.to(region.exact).masked_fill(lse == torch.inf, torch.nan)  # a visible inf: no weights to speak of
+    return lse.to(region.wide).masked_fill(lse == torch.inf, torch.nan)  # a visible inf: no weights to speak of
 
 
 # With a gradient ------------------------------------------------------------------------------------------------------

@@ -110,8 +110,18 @@ class Region:
 
     @property
     def exact(self) -> torch.dtype:
-        """What it is computed in: float32, or float64 for float64."""
+        """The dtype of weights: float32, or float64 for float64."""
         return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of scores and of the log-sum-exp.
+
+        A product rounds differently in tiles of different shape, by up to eps·|score|, and exp makes that the relative
+        error of a weight. So the scores of float32 are float64 where that costs little: on a CPU.
+        """
+        here = self.q.device.type == "cpu" and self.q.dtype == torch.float32
+        return torch.float64 if here else self.exact
 
     def numbers(self, keys: slice) -> Tensor:
         """The numbers that some of the region's keys have in the call."""
@@ -145,7 +155,7 @@ class Region:
                 spans = self._spans(batch, at_heads, queries)
                 for first_query, span in zip(range(0, Q, queries), spans):
                     at_queries = slice(first_query, min(first_query + queries, Q))
-                    q = self.q[batch, at_heads, at_queries].to(self.exact)
+                    q = self.q[batch, at_heads, at_queries].to(self.wide)
                     for at_keys, whole in self._key_blocks(span, keys):
                         at = At(batch, at_heads, at_queries, at_keys)
                         yield at, self._scores(q, self.k[batch, kv_heads, at_keys], at, whole)
@@ -181,14 +191,14 @@ class Region:
     def _scores(self, q: Tensor, k: Tensor, at: At, whole: bool) -> Tensor:
         b, g, K, D = k.shape
         # The heads that share a key/value head pose as more queries of it, so that keys are read once.
-        q, k = q.reshape(b * g, -1, D), k.to(self.exact).reshape(b * g, K, D)
+        q, k = q.reshape(b * g, -1, D), k.to(self.wide).reshape(b * g, K, D)
         with without_autocast(q.device):
             scores = torch.baddbmm(q.new_zeros(()), q, k.transpose(1, 2), beta=0, alpha=self.scale)
         scores = scores.view(b, -1, at.queries.stop - at.queries.start, K)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.bias is not None:
-            bias = _part(self.bias, *at).to(self.exact)
+            bias = _part(self.bias, *at).to(self.wide)
             scores.add_(bias).masked_fill_(bias == -torch.inf, -torch.inf)
         if not whole or self.dense is not None:
             scores.masked_fill_(~self.allowed(at), -torch.inf)

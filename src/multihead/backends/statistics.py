@@ -14,8 +14,8 @@ whoever has the log-sum-exp needs one pass for any of these:
 | `weights(region, lse)` | (B,H,Q,K) | one |
 | `tiles(region, lse)` | every weight once, a tile at a time | one |
 
-`lse` is that of the region's queries over *all* keys of the call, sinks included: (B,H,Q), −inf where a query sees
-nothing. Results are float32, or float64 for float64.
+`lse` is that of the region's queries over *all* keys of the call, sinks included: (B,H,Q) of dtype `region.wide`, −inf
+where a query sees nothing. Results have dtype `region.exact`, the lse `region.wide`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -47,7 +47,7 @@ def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = Tru
     exp(δ)·l and t becomes exp(δ)·(t + δ·l). A given lse is the m that never moves.
     """
     shape, given = region.shape[:3], lse
-    top = region.q.new_full(shape, -torch.inf, dtype=region.exact)
+    top = region.q.new_full(shape, -torch.inf, dtype=region.wide)
     key = torch.full(shape, -1, device=top.device)
     total, slope = torch.zeros_like(top), torch.zeros_like(top)  # l, t
     for at, scores in region.tiles():
@@ -56,7 +56,7 @@ def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = Tru
             _note_keys(region, at, scores, best, before, key[at.rows])
         now = torch.maximum(before, best)
         base = _finite(now if given is None else given[at.rows])
-        off = scores.sub_(base[..., None]).clamp_(min=NEXT_TO_NOTHING)
+        off = scores.sub_(base[..., None]).to(region.exact).clamp_(min=NEXT_TO_NOTHING)
         powers = off.exp()
         if given is None:
             moved = (before - base).clamp_(min=NEXT_TO_NOTHING)
@@ -72,7 +72,8 @@ def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = Tru
         lse, entropy = given, slope.neg_()
     if not entropy_and_peak:
         return Scan(lse, None, None, None)
-    return Scan(lse, entropy.clamp_(min=0), torch.exp(top - _finite(lse)), key)
+    peak = torch.exp(top - _finite(lse))
+    return Scan(lse, entropy.clamp_(min=0).to(region.exact), peak.to(region.exact), key)
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def tiles(region: Region, lse: Tensor, all_heads: bool = False) -> Iterator[tupl
     odd = bool(lse.isnan().any())  # a visible NaN makes its row NaN, but not what is hidden in that row
     for at, scores in region.tiles(all_heads):
         hidden = scores == -torch.inf if odd else None
-        w = scores.sub_(lse[at.rows][..., None]).exp_()
+        w = scores.sub_(lse[at.rows][..., None]).to(region.exact).exp_()
         yield at, w if hidden is None else w.masked_fill_(hidden, 0)
 
 
@@ -145,7 +146,7 @@ def received(region: Region, lse: Tensor) -> Tensor:
 
 def top(region: Region, lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest weights of each query and their keys, largest first, ties by key; 0 and −1 where fewer are seen."""
-    scores_of = region.q.new_full((*region.shape[:3], n), -torch.inf, dtype=region.exact)
+    scores_of = region.q.new_full((*region.shape[:3], n), -torch.inf, dtype=region.wide)
     keys_of = torch.full(scores_of.shape, -1, device=scores_of.device)
     for at, scores in region.tiles():
         held, held_keys = scores_of[at.rows], keys_of[at.rows]
@@ -158,7 +159,7 @@ def top(region: Region, lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
         values, order = values.sort(dim=-1, descending=True, stable=True)  # on a tie the earlier keys stay
         held[wins], held_keys[wins] = values[:, :n], keys.gather(-1, order)[:, :n]
     keys_of.masked_fill_(scores_of == -torch.inf, -1)
-    return torch.exp(scores_of - _finite(lse)[..., None]), keys_of
+    return torch.exp(scores_of - _finite(lse)[..., None]).to(region.exact), keys_of
 
 
 def largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
