@@ -24,6 +24,7 @@ ORDER = [
     ["cache"],
     ["layer"],
     ["edit"],
+    ["heads.patterns", "heads.stack", "heads.output", "heads"],
     ["trace"],
     [""],  # the package itself
     ["cli"],

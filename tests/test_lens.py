@@ -15,7 +15,10 @@ import multihead as mh
 from multihead.backends import region
 from tests.cases import CASES, Case, assert_within_bound, by_why, max_error
 
-SIDES = {"a tile for all": {}, "many small tiles": {"SIDE": 5, "TILE": 40}}
+SIDES = {"a tile for all": {}, "many small tiles": {"SIDE": 8, "TILE": 128}}
+SMALL = [case for case in CASES if case.Q * case.K < 1500]  # where many tiles still take no time
+TILED = [(case, sides) for sides in SIDES for case in (CASES if sides == "a tile for all" else SMALL)]
+by_tile = {"ids": [f"{case.why}, {sides}" for case, sides in TILED]}
 
 
 def lens_of(case: Case, dtype: torch.dtype, with_lse: bool = False) -> mh.Lens:
@@ -48,7 +51,10 @@ METHODS: dict[str, tuple[Callable[[mh.Lens], Tensor], Callable[[Tensor], Tensor]
     "weights": (lambda lens: lens.weights(), lambda w: w),
     "a row": (lambda lens: lens.rows(slice(-1, None)), lambda w: w[:, :, -1:]),
     "rows": (lambda lens: lens.rows(thirds(lens.shape[2])), lambda w: w[:, :, thirds(w.shape[2])]),
-    "rows of heads": (lambda lens: lens.rows(slice(None, None, -2), heads=[-1, 0]), lambda w: w.flip(2)[:, [-1, 0], ::2]),
+    "rows of heads": (
+        lambda lens: lens.rows(slice(None, None, -2), heads=[-1, 0]),
+        lambda w: w.flip(2)[:, [-1, 0], ::2],
+    ),
     "columns": (lambda lens: lens.columns(slice(2, 5)), lambda w: w[..., 2:5]),
     "columns of heads": (
         lambda lens: lens.columns(thirds(lens.shape[3]), heads=slice(0, 1)),
@@ -77,20 +83,22 @@ MAPS: dict[str, tuple[Callable[[mh.Lens], Tensor], Callable[[Tensor], Tensor]]] 
 
 
 @pytest.mark.parametrize("with_lse", [False, True], ids=["alone", "after attend"])
-@pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("case", CASES, **by_why)
+@pytest.mark.parametrize(("case", "sides"), TILED, **by_tile)
 def test_every_method_equals_the_same_from_dense_float64_weights(
     case: Case, sides: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in SIDES[sides].items() if case.Q < 500 else ():
+    for name, value in SIDES[sides].items():
         monkeypatch.setattr(region, name, value)
     methods = METHODS | (MAPS if case.Q and case.K > 1 else {})
     for dtype in (torch.float32, torch.bfloat16):
         (exact, given), plain = dense_weights(case, dtype), case.plain_weights(dtype)[0]
+        lens = lens_of(case, dtype, with_lse)
         for name, (ours, dense) in methods.items():
-            found, wanted = ours(lens_of(case, dtype, with_lse)), dense(exact).numpy()
+            found, wanted = ours(lens), dense(exact).numpy()
             assert found.dtype == torch.float32
-            worst = max((dense(w) for w in ([plain, given] if with_lse else [plain])), key=lambda w: max_error(w, wanted))  # noqa: B023
+            worst = max(
+                (dense(w) for w in ([plain, given] if with_lse else [plain])), key=lambda w: max_error(w, wanted)
+            )
             try:
                 assert_within_bound(found, worst, wanted, dtype)
             except AssertionError as error:
@@ -99,18 +107,20 @@ def test_every_method_equals_the_same_from_dense_float64_weights(
 
 @pytest.mark.parametrize("case", CASES, **by_why)
 def test_float64_stays_float64(case: Case) -> None:
-    exact, lens = torch.from_numpy(case.exact_weights(torch.float64)[0].astype(np.float64)), lens_of(case, torch.float64)
+    exact, lens = (
+        torch.from_numpy(case.exact_weights(torch.float64)[0].astype(np.float64)),
+        lens_of(case, torch.float64),
+    )
     for name, (ours, dense) in METHODS.items():
         found = ours(lens)
         torch.testing.assert_close(found, dense(exact), rtol=1e-9, atol=1e-11, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("case", CASES, **by_why)
+@pytest.mark.parametrize(("case", "sides"), TILED, **by_tile)
 def test_the_keys_of_peak_and_top_are_where_the_weights_are(
     case: Case, sides: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in SIDES[sides].items() if case.Q < 500 else ():
+    for name, value in SIDES[sides].items():
         monkeypatch.setattr(region, name, value)
     lens, n = lens_of(case, torch.float64), 4
     weights, (top, keys), (peak, key) = lens.weights(), lens.top(n), lens.peak()
@@ -340,8 +350,12 @@ def test_views_and_batches_give_what_their_copies_give() -> None:
     lens, copied = mh.look(q, k, mh.Causal()), mh.look(q.clone(), k.clone(), mh.Causal())
     torch.testing.assert_close(lens.weights(), copied.weights())
     for b in range(3):
-        torch.testing.assert_close(mh.look(q[b : b + 1], k[b : b + 1], mh.Causal()).entropy(), lens.entropy()[b : b + 1])
+        torch.testing.assert_close(
+            mh.look(q[b : b + 1], k[b : b + 1], mh.Causal()).entropy(), lens.entropy()[b : b + 1]
+        )
 
 
 def test_it_says_what_it_is() -> None:
-    assert repr(mh.look(torch.ones(2, 6, 5, 8), torch.ones(2, 3, 7, 8))) == "Lens(B=2, H=6, G=3, Q=5, K=7, float32 on cpu)"
+    assert (
+        repr(mh.look(torch.ones(2, 6, 5, 8), torch.ones(2, 3, 7, 8))) == "Lens(B=2, H=6, G=3, Q=5, K=7, float32 on cpu)"
+    )

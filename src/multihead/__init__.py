@@ -8,6 +8,7 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
+from multihead import heads
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.edit import ablate, patch
@@ -40,6 +41,7 @@ __all__ = [
     "attend",
     "backend",
     "explain",
+    "heads",
     "look",
     "patch",
     "trace",

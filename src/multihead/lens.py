@@ -86,9 +86,17 @@ class Lens:
         return self._region.shape
 
     @property
-    def visible(self) -> Visible:
-        """What the mask lets each query see."""
-        return self._call.visible
+    def dtype(self) -> torch.dtype:
+        """Of what the lens gives: float32, or float64 for float64."""
+        return self._region.exact
+
+    @property
+    def device(self) -> torch.device:
+        return self._region.q.device
+
+    def allowed(self, at: At) -> Tensor:
+        """What the mask lets be seen in a tile: bool, broadcasts to the tile. See `tiles`."""
+        return self._region.allowed(at)
 
     @property
     def lse(self) -> Tensor:
