@@ -201,7 +201,7 @@ def draw_lens(lens: "Lens", height: int, width: int, pool: str, heads: Selection
     rows = [str(n * Q // height) for n in range(height)]  # the first query of each bin
     percent = K <= PERCENT_UP_TO and (height, width) == (Q, K)
     if percent:
-        pictures = [_heat_map(f"head {h}", rows, w, True, Q) for h, w in zip(numbers, maps)]
+        pictures = [_heat_map(f"head {h}", rows, w, True, max(Q, K)) for h, w in zip(numbers, maps)]
         title = "weights, in percent; query down, key across"
     else:
         tops = [float(w.nan_to_num().max()) for w in maps]
