@@ -38,9 +38,9 @@ def lens(case, q, k):
         looked = mh.look(q, k, mask=mask)
         if case.what == "rows":
             return (looked.rows(case.queries),)
-        return (
-            (looked.map(512, 512),) if case.what == "map" else (looked.entropy(), looked.peak()[0], looked.received())
-        )
+        if case.what == "map":
+            return (looked.map(512, 512),)
+        return looked.entropy(), looked.peak()[0], looked.received()
 
     return Local(NAME, run, unpack=flat)
 
