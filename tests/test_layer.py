@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import multihead as mh
 from multihead import steps
@@ -206,7 +207,7 @@ def test_exported_with_any_number_of_tokens() -> None:
 @pytest.mark.parametrize("kind", [{"capacity": 64}, {}, {"window": 8}], ids=["fixed", "growing", "sliding"])
 def test_compiled_decoding_does_not_compile_for_every_token(kind: dict) -> None:
     layer = a_layer({"rope": True, "kv_heads": 2}).eval()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     x, cache, counts = drawn(1, 60, 24), layer.new_cache(**kind), []
