@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/multihead show "I love pepperoni pizza" --mask causal
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ ORDER = [
     ["edit"],
     ["heads.patterns", "heads.stack", "heads.output", "heads"],
     ["trace"],
+    ["weights.arrange", "weights.layouts", "weights.files", "weights.recognise", "weights", "nn"],
     [""],  # the package itself
     ["cli"],
     ["__main__"],

@@ -44,6 +44,12 @@ def test_show_takes_sizes_and_masks() -> None:
     assert "no mask" in shown.stdout
 
 
+def test_words_in_brackets_are_words() -> None:
+    shown = run("show", "[bold] love [/nope]", "--width", "16", "--heads", "2")
+    assert shown.returncode == 0
+    assert "love  [/nope]" in shown.stdout  # the columns of the scores
+
+
 def test_shapes_reproduces_the_running_example() -> None:
     shown = run("shapes", "1024", "8", "--tokens", "4").stdout
     lines = {line.split()[-1 if "(" not in line else 0]: line for line in shown.splitlines()}
@@ -75,7 +81,14 @@ def test_shapes_are_those_of_a_real_layer(options: dict) -> None:
 
 def test_info_says_what_is_there() -> None:
     told = run("info").stdout
-    for part in (f"multihead      {mh.__version__}", "native module", "cpu", "sdpa → reference", "softcap", "mh.explain"):
+    for part in (
+        f"multihead      {mh.__version__}",
+        "native module",
+        "cpu",
+        "sdpa → reference",
+        "softcap",
+        "mh.explain",
+    ):
         assert part in told
 
 

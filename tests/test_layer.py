@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import multihead as mh
 from multihead import steps
@@ -36,11 +36,6 @@ LAYERS = {
     "scale": {"scale": 0.3},
     "everything": {"kv_heads": 3, "head_dim": 4, "value_dim": 7, "rope": True, "qk_norm": True, "softcap": 5.0, "sinks": True},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _compile_afresh() -> None:
-    torch._dynamo.reset()
 
 
 each_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
@@ -207,7 +202,7 @@ def test_exported_with_any_number_of_tokens() -> None:
 @pytest.mark.parametrize("kind", [{"capacity": 64}, {}, {"window": 8}], ids=["fixed", "growing", "sliding"])
 def test_compiled_decoding_does_not_compile_for_every_token(kind: dict) -> None:
     layer = a_layer({"rope": True, "kv_heads": 2}).eval()
-    counter = CompileCounter()
+    counter = torch._dynamo.testing.CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     x, cache, counts = drawn(1, 60, 24), layer.new_cache(**kind), []

@@ -148,5 +148,5 @@ def test_small_ones_are_drawn_in_percent() -> None:
     text = mh.look(torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 4, 4), mh.Causal()).draw(heads=1)
     assert "head 1" in text
     assert "head 0" not in text
-    assert "0   33  33  33   0" in text
+    assert "0   33  33  33   ·" in text
     assert mh.look(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 0, 4)).draw() == "no weights: Q=2, K=0"

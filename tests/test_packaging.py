@@ -23,7 +23,18 @@ def wheel(tmp_path: Path, **environment: str) -> zipfile.ZipFile:
         shutil.copy(ROOT / name, project / name)
     for name in ("src", "native"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", tmp_path / "out", project]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "-w",
+        tmp_path / "out",
+        project,
+    ]
     built = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     (file,) = (tmp_path / "out").glob("*.whl")
@@ -78,4 +89,7 @@ def test_with_a_compiler_the_wheel_holds_the_native_module(tmp_path: Path) -> No
 
 def test_the_version_is_that_of_the_project() -> None:
     assert f'version = "{multihead.__version__}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"## {multihead.__version__}" in (ROOT / "CHANGELOG.md").read_text() or "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"## {multihead.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+        or "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    )

@@ -1,5 +1,6 @@
 """Traces: the names and shapes of the design, what they print, and what they refuse."""
 
+import io
 import re
 
 import pytest
@@ -94,6 +95,7 @@ def test_the_heat_maps_are_readable_without_colour(running_example: mh.Trace) ->
     """Each row's percentages stand in the text, and add up to 100 but for rounding."""
     rows = re.findall(r"pizza +(\d+) +(\d+) +(\d+) +(\d+)", str(running_example))
     assert len(rows) == 8
+    assert len(re.findall(r"love +\d+ +\d+ +· +·", str(running_example))) == 8, "what is hidden is no percentage"
     for h, row in enumerate(rows):
         wanted = (running_example["weights"][h, 3] * 100).round().int().tolist()
         assert sorted([list(map(int, r)) for r in rows]).count(wanted) >= 1, f"head {h}"
@@ -101,10 +103,9 @@ def test_the_heat_maps_are_readable_without_colour(running_example: mh.Trace) ->
 
 
 def test_a_terminal_gets_colour(running_example: mh.Trace) -> None:
-    console = Console(force_terminal=True, color_system="truecolor", width=120, record=True, file=open("/dev/null", "w"))
-    with console.file:
-        console.print(running_example)
-        assert "\x1b[" in console.export_text(styles=True)
+    console = Console(force_terminal=True, color_system="truecolor", width=120, file=io.StringIO())
+    console.print(running_example)
+    assert "48;2;" in console.file.getvalue()  # a background in 24-bit colour
 
 
 @pytest.mark.parametrize("N", [1, 9, 40])

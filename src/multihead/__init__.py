@@ -8,7 +8,7 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
-from multihead import heads
+from multihead import heads, nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.edit import ablate, patch
@@ -18,6 +18,7 @@ from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, W
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
 from multihead.trace import Trace, trace
+from multihead.weights import load_weights, save_weights
 
 __version__ = version("multihead")
 
@@ -42,7 +43,11 @@ __all__ = [
     "backend",
     "explain",
     "heads",
+    "load_weights",
     "look",
+    "nn",
     "patch",
+    "save_weights",
     "trace",
+    "weights",
 ]

@@ -237,8 +237,8 @@ class Lens:
         >>> print(mh.look(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), mask=mh.Causal()).draw())
         weights, in percent; query down, key across
         head 0
-        0  100   0   0
-        1   50  50   0
+        0  100   ·   ·
+        1   50  50   ·
         2   33  33  33
         """
         return terminal.draw_lens(self, height, width, pool, heads, batch)

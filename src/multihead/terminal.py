@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST_ITEMS = 16  # rows and columns of a heat map, and rows of a table
 MOST_HEADS = 16
 MOST_NUMBERS = 5
-SHADES = " ·░▒▓█"
+SHADES = "·░▒▓█"
 PERCENT_UP_TO = 8  # keys: above that, a cell is a shade instead of a percentage
 
 
@@ -55,7 +55,7 @@ def render(trace: "Trace") -> RenderableType:
         parts.append(_wrapped(step.does))
         parts.append(Padding(Text(step.formula, "cyan"), (0, 2)))
         parts += [Padding(part, (0, 2)) for part in _shapes(trace, step.names)]
-        parts += [Padding(part, (0, 2)) for part in _pictures(trace, step.number)]
+        parts += [Padding(part, (1, 2, 0, 2)) for part in _pictures(trace, step.number)]
     return Group(*parts)
 
 
@@ -123,7 +123,8 @@ def _table(title: str, rows: Sequence[str], numbers: Tensor, columns: Sequence[s
     shown = numbers[:MOST_ITEMS, : MOST_NUMBERS if columns is None else PERCENT_UP_TO]
     table.add_column("")
     for n in range(shown.shape[1]):
-        table.add_column("" if columns is None else _short(columns[n], 9), justify="right", style="default")
+        heading = Text("" if columns is None else _short(columns[n], 9))  # a Text: brackets in a word are no markup
+        table.add_column(heading, justify="right", style="default")
     table.show_header = columns is not None
     for name, row in zip(rows, shown.tolist()):
         more = ["…"] if columns is None and numbers.shape[1] > MOST_NUMBERS else []
@@ -150,27 +151,35 @@ def _heat_maps(trace: "Trace") -> list[RenderableType]:
     weights = _one(trace, "weights")  # (H, Q, K)
     H, Q, K = weights.shape
     percent = K <= PERCENT_UP_TO
-    unit = "in percent" if percent else f"as shades, {SHADES[1]} least to {SHADES[-1]} most"
+    unit = "in percent" if percent else f"as shades, {SHADES[0]} least to {SHADES[-1]} most"
     title = f"weights of every head, {unit}; query down, key across, each row adds up to 1"
-    maps = [_heat_map(f"head {h}", trace.labels, weights[h], percent) for h in range(min(H, MOST_HEADS))]
-    parts: list[RenderableType] = [Text(title, "italic"), Columns(maps, padding=(0, 3))]
+    hidden = _one(trace, "masked") == -torch.inf
+    maps = [_heat_map(f"head {h}", trace.labels, weights[h], hidden[h], percent) for h in range(min(H, MOST_HEADS))]
+    parts: list[RenderableType] = [Group(Text(title, "italic"), Columns(maps, padding=(0, 3)))]
     left = [f"the first {MOST_HEADS} of {H} heads"] if H > MOST_HEADS else []
     left += [f"the first {MOST_ITEMS} of {max(Q, K)} items"] if max(Q, K) > MOST_ITEMS else []
     return [*parts, Text(f"({', '.join(left)})", "dim")] if left else parts
 
 
-def _heat_map(title: str, rows: Sequence[str], weights: Tensor, percent: bool, most: int = MOST_ITEMS) -> Text:
+def _heat_map(
+    title: str, rows: Sequence[str], weights: Tensor, hidden: Tensor, percent: bool, most: int = MOST_ITEMS
+) -> Text:
+    """A head's weights; hidden ones are dots (or blanks), which a small weight is not."""
     width = max((len(_short(name, 9)) for name in rows[:most]), default=0)
     picture = Text(title, "bold")
-    for name, row in zip(rows[:most], weights[:most, :most].tolist()):
+    shown = (t[:most, :most].tolist() for t in (weights, hidden))
+    for name, row, unseen in zip(rows, *shown):
         picture.append(f"\n{_short(name, 9):<{width}} ", "not bold yellow")
-        for weight in row:
+        for weight, out_of_sight in zip(row, unseen):
+            if out_of_sight:
+                picture.append("   ·" if percent else "  ", "not bold dim")
+                continue
             level = min(max(weight, 0.0), 1.0) if weight == weight else 0.0
             cell = f"{100 * weight:4.0f}" if percent else SHADES[round(level * (len(SHADES) - 1))] * 2
             heat = round(255 * level**0.5)  # the root brings out small weights
             ink = "black" if heat > 140 else "white"
             picture.append(cell, f"not bold {ink} on rgb({heat},{round(heat * 0.55)},{60 - round(heat * 0.2)})")
-    return picture
+    return picture.append("\n")
 
 
 def _meanings(trace: "Trace") -> list[RenderableType]:
@@ -178,11 +187,11 @@ def _meanings(trace: "Trace") -> list[RenderableType]:
     if trace.labels != trace.key_labels or len(trace.labels) > MOST_ITEMS:
         return []
     seen = _one(trace, "masked")[0] != -torch.inf
-    lines = [Text("each row now carries what it learnt from the rows it may see:", "italic")]
+    lines: list[RenderableType] = [Text("each row now carries what it learnt from the rows it may see:", "italic")]
     for name, row in zip(trace.labels, seen.tolist()):
         words = " ".join(item for item, visible in zip(trace.key_labels, row) if visible)
         lines.append(Text(f"{_short(name, 12):<13}", "yellow").append(f"“{words}”", "default"))
-    return list(lines)
+    return [Group(*lines)]
 
 
 def draw_lens(lens: "Lens", height: int, width: int, pool: str, heads: Selection, batch: int) -> str:
@@ -201,12 +210,12 @@ def draw_lens(lens: "Lens", height: int, width: int, pool: str, heads: Selection
     rows = [str(n * Q // height) for n in range(height)]  # the first query of each bin
     percent = K <= PERCENT_UP_TO and (height, width) == (Q, K)
     if percent:
-        pictures = [_heat_map(f"head {h}", rows, w, True, max(Q, K)) for h, w in zip(numbers, maps)]
+        pictures = [_heat_map(f"head {h}", rows, w, w == 0, True, max(Q, K)) for h, w in zip(numbers, maps)]
         title = "weights, in percent; query down, key across"
     else:
         tops = [float(w.nan_to_num().max()) for w in maps]
         pictures = [
-            _heat_map(f"head {h}, {SHADES[-1]} = {top:.2g}", rows, w / (top or 1.0), False, max(height, width))
+            _heat_map(f"head {h}, {SHADES[-1]} = {top:.2g}", rows, w / (top or 1.0), w == 0, False, max(height, width))
             for h, w, top in zip(numbers, maps, tops)
         ]
         bins = f", {pool} of each bin: {Q} queries and {K} keys as {height} × {width}"
