@@ -195,10 +195,6 @@ class MultiHeadAttention(nn.Module):
         """A lens on the weights of the same call of `forward`, but for dropout; always with a batch axis.
 
         A cache is read as if the tokens of `x` joined it, and stays as it was; the lens has a copy of the keys.
-
-        >>> layer, x = mh.MultiHeadAttention(32, heads=4, rope=True), torch.randn(5, 32)
-        >>> layer.look(x, mask=mh.Causal())
-        Lens(B=1, H=4, Q=5, K=5, float32 on cpu)
         """
         if self._inside == "change":
             raise ValueError("scores, masked or weights are patched: a lens knows only what q and k make of them")
@@ -222,7 +218,6 @@ class MultiHeadAttention(nn.Module):
             x = x[None]
             context = None if context is None else context[None] if context.dim() == 2 else context
         real = self._check_lengths(lengths, x, context, cache)
-
         q = self._tap("q", self.q_proj(x).unflatten(-1, (-1, self.sizes.D)))  # step 1: (B, N, H, D)
         positions = self._positions("positions", positions, x, cache.length if isinstance(cache, Cache) else 0)
         q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
