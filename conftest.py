@@ -13,7 +13,7 @@ import multihead as mh
 
 @pytest.fixture(autouse=True)
 def _names_of_the_examples(doctest_namespace: dict) -> None:
-    doctest_namespace.update(torch=torch, mh=mh)
+    doctest_namespace.update(torch=torch, mh=mh, heads=mh.heads)
 
 
 @pytest.fixture(autouse=True)

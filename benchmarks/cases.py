@@ -16,7 +16,8 @@ GROUPED = "torch SDPA, group as queries"
 NN, FUSED = "nn.MultiheadAttention", "torch, fused by hand"
 ORT, OPENVINO = "ONNX Runtime", "OpenVINO"
 LAYER_PEERS = (NN, FUSED, ORT, OPENVINO)
-PEERS = (SDPA, PER_DOCUMENT, GROUPED, *LAYER_PEERS)
+ONE_ATTEND, MATERIALISED = "one attend of the same size", "torch, all weights in memory"
+PEERS = (SDPA, PER_DOCUMENT, GROUPED, *LAYER_PEERS, ONE_ATTEND, MATERIALISED)
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,59 @@ class Layer:
         return 4 * (self.E**2 + self.E) * FLOAT
 
 
+@dataclass(frozen=True)
+class Lens:
+    """What a lens tells of the weights of (B,H,N,D), against one `attend` and against a peer that keeps all weights."""
+
+    what: str  # "statistics" (entropy, peak and received), "rows" (of 16 queries) or "map" (512 × 512)
+    B: int
+    H: int
+    N: int
+    D: int
+    mask: Mask
+    why: str
+    goals: dict[str, float] = field(default_factory=dict, hash=False)
+    quick: bool = False
+    fits: bool = True  # whether all weights fit in memory, and the peer that keeps them takes part
+    named: bool = False  # takes minutes, and is run only where --case asks for it
+
+    @property
+    def name(self):
+        return f"lens-{self.what}/{self.B}x{self.H}x{self.N}x{self.D}/{self.mask.label}"
+
+    @property
+    def peers(self):
+        return (ONE_ATTEND, MATERIALISED) if self.fits else (ONE_ATTEND,)
+
+    @property
+    def queries(self):
+        """Of `rows`: 16, spread over the sequence."""
+        return list(range(self.N - 1, -1, -max(1, self.N // 16)))[:16]
+
+    @property
+    def flops(self):
+        """One product, for the visible pairs that are asked about."""
+        if self.what == "rows":
+            start, stop = self.mask.intervals(self.N, self.N)
+            pairs = int((stop - start)[self.queries].sum())
+        else:
+            pairs = self.mask.pairs(self.N, self.N)
+        return 2 * self.B * self.H * pairs * self.D
+
+    @property
+    def bytes(self):
+        """K, read once."""
+        return self.B * self.H * self.N * self.D * FLOAT
+
+
 def goal(case, peer):
     return case.goals.get(peer, 1.0)
+
+
+def lens(B, H, N, D, why, **options):
+    """Each question at one size, causal, with what it may cost in calls of attend."""
+    attends = {"statistics": 2.5, "rows": 0.01, "map": 1.5}
+    return [Lens(what, B, H, N, D, CAUSAL, why, {ONE_ATTEND: 1 / most}, **options) for what, most in attends.items()]
 
 
 def pair(B, H, N, D, why, full=1.0, causal=1.0, quick=False):
@@ -168,13 +220,16 @@ CASES = [
     Layer(1,    4, 1024,  8, FULL,   "the running example: reading the weights is the cost", {NN: 1.8}, quick=True),
     Layer(8,  197,  768, 12, FULL,   "ViT-B/16: projections are 80 % of it", dict.fromkeys(LAYER_PEERS, 1.05)),
     Layer(1, 2048, 1024,  8, CAUSAL, "a language model's prompt", dict.fromkeys(LAYER_PEERS, 1.15)),
+
+    *lens(1, 8,  2048, 64, "where a peer that keeps the weights still fits"),
+    *lens(1, 8, 32768, 64, "all weights would need 34 GB", fits=False, named=True),
 ]
 # fmt: on
 
 
-def select(patterns=(), quick=False):
-    """Cases whose name contains a pattern, or matches it as a glob; all of them where no pattern is given."""
+def select(patterns=(), quick=False, named=False):
+    """Cases whose name contains a pattern, or matches it as a glob; where no pattern is given, all but the `named`."""
     chosen = [case for case in CASES if case.quick or not quick]
     if patterns:
-        chosen = [c for c in chosen if any(p in c.name or fnmatchcase(c.name, p) for p in patterns)]
-    return chosen
+        return [c for c in chosen if any(p in c.name or fnmatchcase(c.name, p) for p in patterns)]
+    return [case for case in chosen if named or not getattr(case, "named", False)]

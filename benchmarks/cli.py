@@ -23,7 +23,7 @@ SECONDS, QUICK_SECONDS = 15.0, 3.0
 def main(arguments=None):
     options = parse(arguments)
     console = Console()
-    cases = select(options.case, options.quick)
+    cases = select(options.case, options.quick, named=options.list)
     if not cases:
         sys.exit(f"no case matches {' or '.join(options.case)}: --list names them all")
     if options.list:

@@ -37,6 +37,39 @@ def attend(q, k, v, mask, dtype):
     return out
 
 
+def lens(q, k, case, dtype):
+    """What a lens case asks about, one number after another, in `dtype`: a few queries of one head at a time."""
+    B, H, N, D = q.shape
+    start, stop = case.mask.intervals(N, N)
+    entropy, peak, received = (torch.zeros(B, H, N, dtype=dtype) for _ in range(3))
+    picture = torch.zeros(B, H, 512, 512, dtype=dtype)
+    rows = torch.zeros(B, H, len(case.queries), N, dtype=dtype)
+    step = max(1, SCORES // N)
+    bins = torch.arange(512)
+    first, last = bins * N // 512, ((bins + 1) * N + 511) // 512  # as torch's adaptive pooling cuts them
+    parts = [torch.tensor(case.queries)] if case.what == "rows" else torch.arange(N).split(step)
+    for part in parts:
+        keys = torch.arange(N)
+        allowed = (keys >= start[part, None]) & (keys < stop[part, None])
+        for b in range(B):
+            for h in range(H):
+                scores = (q[b, h, part].to(dtype) @ k[b, h].to(dtype).T) * D**-0.5
+                w = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+                if case.what == "rows":
+                    rows[b, h] = w
+                elif case.what == "map":
+                    sums = torch.nn.functional.pad(w.double().cumsum(-1), (1, 0))
+                    pooled = ((sums[:, last] - sums[:, first]) / (last - first)).to(dtype)  # (part, 512)
+                    inside = (part >= first[:, None]) & (part < last[:, None])
+                    picture[b, h] += (inside.to(dtype) / (last - first)[:, None].to(dtype)) @ pooled
+                else:
+                    entropy[b, h, part] = torch.special.entr(w).sum(-1)
+                    peak[b, h, part] = w.amax(-1)
+                    received[b, h] += w.sum(0)
+    found = {"rows": (rows,), "map": (picture,), "statistics": (entropy, peak, received)}[case.what]
+    return torch.cat([t.flatten() for t in found])
+
+
 def layer(x, weights, case, dtype):
     """The seven steps in `dtype`: x (B,N,E) -> (B,N,E)."""
     B, N, E = x.shape

@@ -1,6 +1,9 @@
 """The package under test, as a user calls it."""
 
+import torch
+
 import multihead as mh
+from benchmarks.cases import ONE_ATTEND
 from benchmarks.measure import Local
 
 NAME = "multihead"
@@ -25,6 +28,31 @@ def layer(case, x, weights):
     module.load_state_dict({f"{name[2]}_proj.{_PARTS[name[0]]}": value for name, value in weights.items()})
     mask = mask_of(case.mask)
     return Local(NAME, lambda: module(x, mask=mask))
+
+
+def lens(case, q, k):
+    """A new lens for each call: nothing is kept from the last one, and no lse is given."""
+    mask = mask_of(case.mask)
+
+    def run():
+        looked = mh.look(q, k, mask=mask)
+        if case.what == "rows":
+            return (looked.rows(case.queries),)
+        if case.what == "map":
+            return (looked.map(512, 512),)
+        return looked.entropy(), looked.peak()[0], looked.received()
+
+    return Local(NAME, run, unpack=flat)
+
+
+def one_attend(case, q, k, exact):
+    """The yardstick: `attend` with k for values. What it gives is not what the lens gives, and is checked elsewhere."""
+    mask = mask_of(case.mask)
+    return Local(ONE_ATTEND, lambda: mh.attend(q, k, k, mask=mask), "a yardstick", unpack=lambda out: exact)
+
+
+def flat(results):
+    return torch.cat([t.flatten() for t in results])
 
 
 _PARTS = {"w": "weight", "b": "bias"}

@@ -3,8 +3,8 @@
 import torch
 
 from benchmarks import oracle, ours
-from benchmarks.cases import Layer
-from benchmarks.peers import layers, runtimes, sdpa
+from benchmarks.cases import ONE_ATTEND, Attend, Layer, Lens
+from benchmarks.peers import layers, runtimes, sdpa, weights
 
 
 class AttendProblem:
@@ -44,5 +44,25 @@ class LayerProblem:
         )
 
 
+class LensProblem:
+    def __init__(self, case, threads, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.case = case
+        self.q, self.k = (torch.randn(case.B, case.H, case.N, case.D, generator=generator) for _ in range(2))
+        self.exact, plain = (oracle.lens(self.q, self.k, case, t) for t in (torch.float64, torch.float32))
+        self.bound = oracle.bound_of(self.exact, plain)
+
+    def ours(self):
+        return ours.lens(self.case, self.q, self.k)
+
+    def peer(self, name):
+        if name == ONE_ATTEND:
+            return ours.one_attend(self.case, self.q, self.k, self.exact)
+        return weights.BUILDERS[name](self.case, self.q, self.k)
+
+
+PROBLEMS = {Attend: AttendProblem, Layer: LayerProblem, Lens: LensProblem}
+
+
 def problem_of(case, threads):
-    return (LayerProblem if isinstance(case, Layer) else AttendProblem)(case, threads)
+    return PROBLEMS[type(case)](case, threads)

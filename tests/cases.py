@@ -65,9 +65,14 @@ class Case:
 
     def exact(self, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
         """An oracle that shares no code with the package: NumPy, in extended precision, row by row of the softmax."""
+        weights, lse = self.exact_weights(dtype)
+        v = self.tensors(dtype)["v"].double().numpy().astype(np.longdouble)
+        return np.einsum("bhqk,bhkv->bhqv", weights, np.repeat(v, self.H // self.G, axis=1)), lse
+
+    def exact_weights(self, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """The weights (B,H,Q,K) and the log-sum-exp of the same oracle."""
         t = {name: tensor.double().numpy().astype(np.longdouble) for name, tensor in self.tensors(dtype).items()}
-        repeat = self.H // self.G
-        k, v = np.repeat(t["k"], repeat, axis=1), np.repeat(t["v"], repeat, axis=1)
+        k = np.repeat(t["k"], self.H // self.G, axis=1)
         logits = np.einsum("bhqd,bhkd->bhqk", t["q"], k) * np.longdouble(self.options.get("scale", self.D**-0.5))
         if "softcap" in self.options:
             logits = np.tanh(logits / self.options["softcap"]) * self.options["softcap"]
@@ -81,18 +86,21 @@ class Case:
         total = powers.sum(-1) + np.exp(sink - top)
         with np.errstate(divide="ignore"):
             lse = top + np.log(total)
-        weights = powers / np.where(total == 0, 1, total)[..., None]
-        return np.einsum("bhqk,bhkv->bhqv", weights, v), lse
+        return powers / np.where(total == 0, 1, total)[..., None], lse
 
     def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The specification with every operation rounded to `dtype`."""
+        weights, lse = self.plain_weights(dtype)
+        return torch.einsum("bhqk,bhkv->bhqv", weights, steps.repeat_heads(self.tensors(dtype)["v"], self.H)), lse
+
+    def plain_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The weights (B,H,Q,K) and the log-sum-exp of the same."""
         t = self.tensors(dtype)
         visible = lower(self.mask, Frame.of(self.Q, self.K), self.B, self.H)
-        q, k, v = t["q"], steps.repeat_heads(t["k"], self.H), steps.repeat_heads(t["v"], self.H)
+        q, k = t["q"], steps.repeat_heads(t["k"], self.H)
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * self.options.get("scale", self.D**-0.5)
         masked = steps.hide(scores, allowed=visible.allowed(), softcap=self.options.get("softcap"), bias=t.get("bias"))
-        weights, lse = steps.weigh(masked, t.get("sinks"))
-        return torch.einsum("bhqk,bhkv->bhqv", weights, v), lse
+        return steps.weigh(masked, t.get("sinks"))
 
 
 def max_error(found: Tensor, exact: np.ndarray) -> float:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import cli, measure, oracle, ours, report, runner
-from benchmarks.cases import CASES, CAUSAL, FULL, LAYER_PEERS, PER_DOCUMENT, SDPA, Attend, Layer, Mask
+from benchmarks.cases import CASES, CAUSAL, FULL, LAYER_PEERS, PER_DOCUMENT, SDPA, Attend, Layer, Lens, Mask, select
 from benchmarks.ceilings import Ceilings, working_set
 from benchmarks.peers import runtimes, sdpa
 from benchmarks.problems import problem_of
@@ -69,6 +69,19 @@ def test_every_way_of_asking_torch_gives_the_oracles_answer(case):
     for name in case.peers:
         peer = problem.peer(name)
         oracle.check(name, peer.result(), problem.exact, problem.bound)
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=lambda mask: mask.label)
+@pytest.mark.parametrize("what", ["statistics", "rows", "map"])
+def test_a_lens_and_a_peer_that_keeps_the_weights_give_the_oracles_answer(what, mask):
+    problem = problem_of(Lens(what, 2, 3, 37, 5, mask, ""), threads=1)
+    for contender in (problem.ours(), *(problem.peer(name) for name in problem.case.peers)):
+        oracle.check(contender.name, contender.result(), problem.exact, problem.bound)
+
+
+def test_what_takes_minutes_runs_only_by_name():
+    assert not any("32768" in case.name for case in select())
+    assert len(select(["lens-map/1x8x32768"])) == 1
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=lambda mask: mask.label)

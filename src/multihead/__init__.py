@@ -8,12 +8,13 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
-from multihead import nn, weights
+from multihead import heads, nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.doctor import Report, diagnose
 from multihead.edit import ablate, patch
 from multihead.layer import MultiHeadAttention
+from multihead.lens import Lens, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, Window
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
@@ -29,6 +30,7 @@ __all__ = [
     "Causal",
     "ContextCache",
     "Documents",
+    "Lens",
     "Mask",
     "MultiHeadAttention",
     "Padding",
@@ -43,7 +45,9 @@ __all__ = [
     "backend",
     "diagnose",
     "explain",
+    "heads",
     "load_weights",
+    "look",
     "nn",
     "patch",
     "save_weights",
