@@ -19,7 +19,8 @@ struct Run {
 
 void run_one(const void* context, index i, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
-  run.kernels->forward(*run.plan, run.tasks[i], scratch);
+  const bool few = run.plan->sizes.rows() <= run.kernels->few;
+  (few ? run.kernels->attend_few : run.kernels->attend_block)(*run.plan, run.tasks[i], scratch);
 }
 
 void merge_one(const void* context, index i, void*) {
@@ -55,8 +56,8 @@ constexpr double worth_waking = 4e5;
 
 // Keys in a part, where one block of rows would leave threads idle. A function of the row's own sizes, so that a row's
 // sums run in the same order whatever the batch and the threads.
-index part_keys(const Sizes& s, index block) {
-  constexpr index least = 1024, most_parts = 16;
+index part_keys(const Sizes& s, index block, bool few) {
+  const index least = few ? 512 : 1024, most_parts = few ? 64 : 16;
   if (s.rows() > block) return s.K;
   const index part = std::max(least, (s.K + most_parts - 1) / most_parts);
   return part >= s.K ? s.K : part;
@@ -77,7 +78,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   if (work < worth_waking) threads = 1;
 
   const index most = kernels.block_rows(s), lanes = kernels.lanes;
-  const index part = std::max<index>(1, part_keys(s, most)), splits = s.K ? (s.K + part - 1) / part : 1;
+  const index part = std::max<index>(1, part_keys(s, most, rows <= kernels.few)), splits = s.K ? (s.K + part - 1) / part : 1;
   index block = most;  // rows are independent of their neighbours, so that blocks may shrink to occupy every thread
   while (block > lanes && pairs * splits * ((rows + block - 1) / block) < 4 * threads) block -= lanes;
 

@@ -23,6 +23,16 @@ struct Avx2 : Lanes<float, 8> {
   static F load_some(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
   static void store_some(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
 
+  static F sums(F (&r)[8]) {
+    F pair[4], four[2];
+    for (int i = 0; i < 4; ++i)
+      pair[i] = _mm256_shuffle_ps(r[2 * i], r[2 * i + 1], 0x88) + _mm256_shuffle_ps(r[2 * i], r[2 * i + 1], 0xdd);
+    for (int i = 0; i < 2; ++i)
+      four[i] =
+          _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x88) + _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xdd);
+    return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
+  }
+
  private:
   static __m256i first(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

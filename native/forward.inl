@@ -4,25 +4,11 @@
 #include "product.inl"
 #include "scores.inl"
 #include "strip.inl"
+#include "tile.inl"
 #include "weights.inl"
 
 namespace multihead {
 namespace {
-
-// Cuts a piece off a thread's scratch memory, every piece aligned to a cache line.
-struct Arena {
-  char* next;
-  template <class T>
-  T* take(index count) {
-    T* piece = reinterpret_cast<T*>(next);
-    next += (count * static_cast<index>(sizeof(T)) + 63) / 64 * 64;
-    return piece;
-  }
-};
-
-// Keys in a tile. Tiles start at multiples of it, whatever the rest of the batch or the threads: the order of every sum
-// is a function of the row's own keys.
-constexpr index tile_keys = 96;
 
 template <class A, int NR>
 struct ScoreGroups {
@@ -127,6 +113,7 @@ class Forward {
     strips = arena.take<Strip<A>>(block_rows(s) / Lanes);
     for (index row = 0; row < task.rows; row += Lanes) {
       Strip<A>& strip = strips[count++];
+      strip.begun = false;
       strip.row = task.row + row;
       strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
       strip.nr = (strip.rows + W - 1) / W;
@@ -143,20 +130,23 @@ class Forward {
     index first = task.key + task.keys, last = task.key;
     for (int i = 0; i < count; ++i) {
       strips[i].bound(plan, task);
-      strips[i].begin(plan, task, rowwise);
+      if (i == 0) strips[i].fetch(plan.q, plan, task, plan.sizes.D, false);
       if (strips[i].first < strips[i].last) {
         first = strips[i].first < first ? strips[i].first : first;
         last = strips[i].last > last ? strips[i].last : last;
       }
     }
+    const bool crowds = task.rows >= Lanes;  // enough rows to pay for a copy
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
       const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
-      k_rows = rows_of(plan.k, plan.sizes.D, from, to, k_copy, k_stride);
-      v_rows = rows_of(plan.v, plan.sizes.V, from, to, v_copy, v_stride);
+      k_rows = rows_of(plan.k, plan, task, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
+      v_rows = rows_of(plan.v, plan, task, plan.sizes.V, from, to - from, v_copy, v_stride, crowds);
       for (int i = 0; i < count; ++i) {
         Strip<A>& strip = strips[i];
         const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
         if (low >= high) continue;
+        if (!strip.begun) begin(i);
+        if (high == strip.last && !task.partial) strip.fetch(plan.out, plan, task, plan.sizes.V, true);
         const T* k = k_rows + (low - from) * k_stride;
         const T* v = v_rows + (low - from) * v_stride;
         if (strip.nr == A::NR)
@@ -167,22 +157,15 @@ class Forward {
           mix<(A::NR > 2 ? 2 : 1)>(strip, low, high - low, k, v);
       }
     }
-    for (int i = 0; i < count; ++i) task.partial ? leave(strips[i]) : finish(strips[i]);
+    for (int i = 0; i < count; ++i) {
+      if (!strips[i].begun) begin(i);
+      task.partial ? leave(strips[i]) : finish(strips[i]);
+    }
   }
 
-  // Rows [from, to) of keys or values as T: as they lie, or copied where they are of another type, or where a long row
-  // stride would crowd them into few cache sets.
-  const T* rows_of(const View& view, index width, index from, index to, T* copy, index& stride) {
-    const char* at = row_of(view, plan.type, task.b, task.g, from);
-    const index step = view.row * bytes(plan.type), crowded = 2048;
-    const bool narrow_rows = width * static_cast<index>(sizeof(T)) < step;
-    if (stored_as<T>(plan.type) && !(narrow_rows && (step >= crowded || step <= -crowded) && task.rows >= Lanes)) {
-      stride = view.row;
-      return reinterpret_cast<const T*>(at);
-    }
-    stride = width;
-    for (index i = 0; i < to - from; ++i) widen(at + i * step, plan.type, width, copy + i * width);
-    return copy;
+  void begin(int i) {
+    strips[i].begin(plan, task, rowwise);
+    if (i + 1 < count) strips[i + 1].fetch(plan.q, plan, task, plan.sizes.D, false);
   }
 
   template <int NR>
@@ -255,14 +238,14 @@ class Forward {
   // Normalises and writes the rows: weights divide by their sum, with the sink in it.
   void finish(Strip<A>& strip) {
     for (int lane = 0; lane < strip.nr * W; ++lane) {
-      const index h = strip.head(plan, task.g, lane);
+      const index h = strip.head[lane];
       const Ending<T> end = ending<T>(plan, h, strip.shift[lane], strip.total[lane]);
       factor[lane] = end.factor;
       if (plan.lse && lane < strip.rows)
-        static_cast<T*>(plan.lse)[(task.b * plan.sizes.H + h) * plan.sizes.Q + strip.query(plan, lane)] = end.lse;
+        static_cast<T*>(plan.lse)[(task.b * plan.sizes.H + h) * plan.sizes.Q + strip.query[lane]] = end.lse;
     }
     strip.write(plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
-      return row_of(plan.out, plan.type, task.b, strip.head(plan, task.g, lane), strip.query(plan, lane));
+      return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);
     });
   }
 

@@ -6,10 +6,12 @@
 namespace multihead {
 
 struct Kernels {
-  index lanes;                                 // query rows side by side in vectors
-  index (*block_rows)(const Sizes&);           // rows a forward task may have
-  index (*scratch_bytes)(const Plan&);         // what a thread needs to run a task of this plan
-  void (*forward)(const Plan&, const Task&, void* scratch);
+  index lanes;                                  // query rows side by side in vectors
+  index few;                                    // at most this many rows go to attend_few
+  index (*block_rows)(const Sizes&);            // rows a task of attend_block may have
+  index (*scratch_bytes)(const Plan&);          // what a thread needs to run a task of this plan
+  void (*attend_block)(const Plan&, const Task&, void* scratch);
+  void (*attend_few)(const Plan&, const Task&, void* scratch);
   void (*merge)(const Plan&, const Task&, const void* const* parts, index count);
 };
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace multihead {
 namespace {
@@ -62,23 +63,37 @@ struct Lanes {
     return part[0];
   }
 
-  // Rows become columns: stage s swaps the s-th bit of the row number with the s-th bit of the lane number.
-  static void transpose(F (&r)[W]) {
-#pragma GCC unroll 8
-    for (int s = 1; s < W; s *= 2) {
-      I low, high;
+  // Rows become columns: stage S swaps one bit of the row number with the same bit of the lane number.
+  static void transpose(F (&r)[W]) { exchange<1>(r, std::make_integer_sequence<int, W>()); }
+
+  // The sum over lanes of each of W vectors, in lane order.
+  static F sums(F (&r)[W]) { return folded<1>(r, std::make_integer_sequence<int, W>()); }
+
+ private:
+  template <int S, int... J>
+  static F folded(F* r, std::integer_sequence<int, J...> lanes) {
+    if constexpr (S < W) {
 #pragma GCC unroll 16
-      for (int j = 0; j < W; ++j) {
-        low[j] = (j & s) ? W + j - s : j;
-        high[j] = (j & s) ? W + j : j + s;
-      }
+      for (int i = 0; i < W / S; i += 2)
+        r[i / 2] = __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J - S : J)...) +
+                   __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J : J + S)...);
+      return folded<2 * S>(r, lanes);
+    } else {
+      return r[0];
+    }
+  }
+
+  template <int S, int... J>
+  static void exchange(F (&r)[W], std::integer_sequence<int, J...> lanes) {
+    if constexpr (S < W) {
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) {
-        if (i & s) continue;
-        const F a = r[i], b = r[i + s];
-        r[i] = __builtin_shuffle(a, b, low);
-        r[i + s] = __builtin_shuffle(a, b, high);
+        if (i & S) continue;
+        const F a = r[i], b = r[i + S];
+        r[i] = __builtin_shufflevector(a, b, ((J & S) ? W + J - S : J)...);
+        r[i + S] = __builtin_shufflevector(a, b, ((J & S) ? W + J : J + S)...);
       }
+      exchange<2 * S>(r, lanes);
     }
   }
 };

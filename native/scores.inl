@@ -49,7 +49,7 @@ void stage(const Plan& plan, const Task& task, const Strip<A>& strip, const Dens
     for (int i = 0; i < W; ++i) {
       const int lane = c * W + i;
       const Element* from = static_cast<const Element*>(dense.data) + task.b * dense.batch +
-                            strip.head(plan, task.g, lane) * dense.head + strip.query(plan, lane) * dense.query +
+                            strip.head[lane] * dense.head + strip.query[lane] * dense.query +
                             key * dense.key;
       T* row = rowwise + i * keys;
       if (dense.key == 1)
@@ -76,8 +76,8 @@ Seen classify(const Plan& plan, const Task& task, const Strip<A>& strip, index k
   bool any = false, all = true;
   index done_h = -1, done_q = -1;
   for (int lane = 0; lane < strip.rows; ++lane) {
-    const index h = plan.allowed.head ? strip.head(plan, task.g, lane) : 0;
-    const index q = plan.allowed.query ? strip.query(plan, lane) : 0;
+    const index h = plan.allowed.head ? strip.head[lane] : 0;
+    const index q = plan.allowed.query ? strip.query[lane] : 0;
     if (h == done_h && q == done_q) continue;
     done_h = h, done_q = q;
     const auto* at = static_cast<const std::uint8_t*>(plan.allowed.data) + task.b * plan.allowed.batch +

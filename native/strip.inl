@@ -13,11 +13,13 @@ struct Strip {
   using Int = typename A::Int;
   static constexpr int W = A::W, Lanes = A::NR * A::W;
 
+  bool begun = false;
   int nr = 0;             // vectors in use: the panels below are [..][nr * W]
   index row = 0;          // the first of its rows within the (b, g) pair
   int rows = 0;           // rows that exist; lanes beyond repeat the last one and are never stored
   index first, last;      // keys that some lane sees lie in [first, last)
   index common, uncommon; // keys that every lane sees lie in [common, uncommon)
+  index query[Lanes], head[Lanes];
   Int start[Lanes], stop[Lanes];
   T* q;                   // (D, lanes)
   T* mixed;               // (V, lanes): sum of weight times value, not yet normalised
@@ -25,17 +27,15 @@ struct Strip {
   T* shift;               // (lanes): `top` in powers of two, rounded once; -inf while nothing is seen
   T* total;               // (lanes): sum of the weights
 
-  index query(const Plan& plan, int lane) const { return at(lane) / plan.sizes.group(); }
-  index head(const Plan& plan, index g, int lane) const {
-    return g * plan.sizes.group() + at(lane) % plan.sizes.group();
-  }
-
-  // Which keys each lane sees within [key, key + keys).
+  // Which query and head each lane is, and which of the task's keys it sees.
   void bound(const Plan& plan, const Task& task) {
     const index low = task.key, high = task.key + task.keys;
     first = high, last = low, common = low, uncommon = high;
+    const index group = plan.sizes.group();
+    index q = row / group, h = task.g * group + row % group;
     for (int lane = 0; lane < nr * W; ++lane) {
-      const index q = query(plan, lane), h = head(plan, task.g, lane);
+      if (lane && lane < rows && ++h == (task.g + 1) * group) h -= group, ++q;
+      query[lane] = q, head[lane] = h;
       index from = plan.start.at(task.b, h, q), to = plan.stop.at(task.b, h, q);
       from = from < low ? low : from;
       to = to > high ? high : to;
@@ -50,6 +50,14 @@ struct Strip {
     if (first >= last) first = last = low;
   }
 
+  // Asks for the rows of q or out ahead of their use: they come from memory in strides that the CPU does not foresee.
+  void fetch(const View& view, const Plan& plan, const Task& task, index width, bool write) const {
+    for (int lane = 0; lane < rows; ++lane) {
+      const char* at = row_of(view, plan.type, task.b, head[lane], query[lane]);
+      for (index i = 0; i < width * bytes(plan.type); i += 64) write ? __builtin_prefetch(at + i, 1) : __builtin_prefetch(at + i, 0);
+    }
+  }
+
   // Lays the queries in lanes and empties the sums. `rowwise` has room for W rows of max(D, V) numbers.
   void begin(const Plan& plan, const Task& task, T* rowwise) {
     const index D = plan.sizes.D, lanes = nr * W;
@@ -57,7 +65,7 @@ struct Strip {
     for (int c = 0; c < nr; ++c) {
       for (int i = 0; i < W; ++i) {
         const int lane = c * W + i;
-        const void* at = row_of(plan.q, plan.type, task.b, head(plan, task.g, lane), query(plan, lane));
+        const void* at = row_of(plan.q, plan.type, task.b, head[lane], query[lane]);
         if (stored_as<T>(plan.type)) {
           source[i] = static_cast<const T*>(at);
         } else {
@@ -68,13 +76,16 @@ struct Strip {
       F block[W];
       index d = 0;
       for (; d + W <= D; d += W) {
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) block[i] = A::load(source[i] + d);
         A::transpose(block);
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) A::store(q + (d + i) * lanes + c * W, block[i]);
       }
       for (; d < D; ++d)
         for (int i = 0; i < W; ++i) q[d * lanes + c * W + i] = source[i][d];
     }
+    begun = true;
     std::memset(mixed, 0, sizeof(T) * plan.sizes.V * lanes);
     for (int lane = 0; lane < lanes; ++lane) top[lane] = shift[lane] = -__builtin_inff(), total[lane] = 0;
   }
@@ -93,21 +104,25 @@ struct Strip {
       F block[W];
       for (index v = 0; v < V; v += W) {
         const int width = V - v < W ? static_cast<int>(V - v) : W;
-        for (int i = 0; i < width; ++i) block[i] = A::load(mixed + (v + i) * lanes + c * W) * by;
-        for (int i = width; i < W; ++i) block[i] = F{};
+        if (width == W) {
+#pragma GCC unroll 16
+          for (int i = 0; i < W; ++i) block[i] = A::load(mixed + (v + i) * lanes + c * W) * by;
+        } else {
+          for (int i = 0; i < W; ++i) block[i] = i < width ? A::load(mixed + (v + i) * lanes + c * W) * by : F{};
+        }
         A::transpose(block);
-        if (width == W)
-          for (int i = 0; i < count; ++i) A::store(target[i] + v, block[i]);
-        else
+        if (width == W) {
+#pragma GCC unroll 16
+          for (int i = 0; i < W; ++i)
+            if (i < count) A::store(target[i] + v, block[i]);
+        } else {
           for (int i = 0; i < count; ++i) A::store_some(target[i] + v, block[i], width);
+        }
       }
       if (!stored_as<T>(type))
         for (int i = 0; i < count; ++i) narrow(target[i], type, V, to(c * W + i));
     }
   }
-
- private:
-  index at(int lane) const { return row + (lane < rows ? lane : rows - 1); }
 };
 
 }  // namespace

@@ -76,7 +76,7 @@ void drop(const Plan& plan, const Task& task, const Strip<A>& strip, index key, 
   const T keep = plan.dropout < 1 ? static_cast<T>(1 / (1 - plan.dropout)) : T(0);
   std::uint32_t row[Strip<A>::Lanes];
   for (int lane = 0; lane < lanes; ++lane)
-    row[lane] = dropout_row(plan.seed, task.b, strip.head(plan, task.g, lane), strip.query(plan, lane));
+    row[lane] = dropout_row(plan.seed, task.b, strip.head[lane], strip.query[lane]);
   for (index i = 0; i < keys; ++i) {
     const std::uint32_t column = dropout_key(key + i);
     T* at = weights + i * lanes;
