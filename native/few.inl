@@ -183,10 +183,10 @@ class Few {
   // Scale, softcap, bias and dense mask on one row's scores; returns whether a key is hidden.
   bool adjust_row(const Row& at, T* line, index key, index keys) const {
     bool hidden = false;
+    const F cap = A::all(static_cast<T>(plan.softcap));
     for (index i = 0; i < keys; i += W) {
       F score = A::load(line + i) * A::all(static_cast<T>(plan.scale));
-      if (plan.softcap != 0)
-        score = tanh_of<A>(score * A::all(static_cast<T>(1 / plan.softcap))) * A::all(static_cast<T>(plan.softcap));
+      if (plan.softcap != 0) score = tanh_of<A>(score / cap) * cap;
       A::store(line + i, score);
     }
     if (plan.bias.data)

@@ -118,7 +118,7 @@ bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key
 
   const F none = A::all(-__builtin_inff());
   const F scale = A::all(static_cast<T>(plan.plain() ? 1 : plan.scale));
-  const F cap = A::all(static_cast<T>(plan.softcap)), per_cap = A::all(static_cast<T>(1 / plan.softcap));
+  const F cap = A::all(static_cast<T>(plan.softcap));
   const bool simple = plan.plain();
   I start[NR], stop[NR], hidden = I{};
   for (int c = 0; c < NR; ++c) {
@@ -135,7 +135,7 @@ bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key
       F score = A::load(scores + at);
       if (!simple) {
         score *= scale;
-        if (plan.softcap != 0) score = tanh_of<A>(score * per_cap) * cap;
+        if (plan.softcap != 0) score = tanh_of<A>(score / cap) * cap;
         if (with.dense) seen &= A::load(visible + at) != F{};
         if (plan.bias.data) {
           const F bias = A::load(staged + at);
