@@ -1,18 +1,147 @@
-// The only file of the core that knows Python.
+// The only file of the core that knows Python. Tensors come as addresses, shapes and strides: at small sizes the call is
+// the cost, and an exchange of array objects takes longer than the work.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
+#include <limits>
+#include <string>
+
+#include "attend.h"
+#include "dispatch.h"
 #include "features.h"
 
 namespace nb = nanobind;
 
+namespace multihead {
+namespace {
+
+using Address = std::uintptr_t;
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+// Integers of a tuple, in order.
+template <int N>
+struct Integers {
+  index at[N];
+  Integers(nb::handle tuple, const char* name) {
+    if (!PyTuple_Check(tuple.ptr()) || PyTuple_GET_SIZE(tuple.ptr()) != N)
+      refuse(std::string(name) + " must be a tuple of " + std::to_string(N) + " integers");
+    for (int i = 0; i < N; ++i) {
+      at[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
+      if (at[i] == -1 && PyErr_Occurred()) throw nb::python_error();
+    }
+  }
+  index operator[](int i) const { return at[i]; }
+};
+
+View view(Address data, const Integers<4>& shape, const Integers<4>& strides, const char* name) {
+  if (strides[3] != 1 && shape[3] > 1) refuse(std::string(name) + " must be contiguous along its last axis");
+  return {reinterpret_cast<void*>(data), strides[0], strides[1], strides[2]};
+}
+
+// None | (offset, low, high) | (address, bits, batch stride, head stride, query stride)
+Bound bound(nb::handle given, index otherwise, const char* name) {
+  Bound result;
+  result.low = result.high = otherwise;
+  if (given.is_none()) return result;
+  if (PyTuple_Check(given.ptr()) && PyTuple_GET_SIZE(given.ptr()) == 3) {
+    const Integers<3> ramp(given, name);
+    result.offset = ramp[0], result.low = ramp[1], result.high = ramp[2];
+    return result;
+  }
+  const Integers<5> tensor(given, name);
+  if (tensor[1] != 32 && tensor[1] != 64) refuse(std::string(name) + " must be int32 or int64");
+  result.data = reinterpret_cast<const void*>(tensor[0]);
+  result.wide = tensor[1] == 64;
+  result.batch = tensor[2], result.head = tensor[3], result.query = tensor[4];
+  return result;
+}
+
+Dense dense(nb::handle given, const char* name) {
+  if (given.is_none()) return {};
+  const Integers<5> tensor(given, name);
+  return {reinterpret_cast<const void*>(tensor[0]), tensor[1], tensor[2], tensor[3], tensor[4]};
+}
+
+Type type_of(const std::string& name) {
+  if (name == "float32") return Type::f32;
+  if (name == "float64") return Type::f64;
+  if (name == "bfloat16") return Type::bf16;
+  if (name == "float16") return Type::f16;
+  refuse("dtype '" + name + "' is not one of float32, float64, bfloat16, float16");
+}
+
+Sizes sizes_of(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v) {
+  const Sizes s{q[0], q[1], k[1], q[2], k[2], q[3], v[3]};
+  for (int i = 0; i < 4; ++i)
+    if (q[i] < 0 || k[i] < 0 || v[i] < 0) refuse("a size is negative");
+  if (k[0] != s.B || v[0] != s.B) refuse("q, k and v differ in B");
+  if (v[1] != s.G) refuse("k and v differ in G");
+  if (v[2] != s.K) refuse("k and v differ in K");
+  if (k[3] != s.D) refuse("q and k differ in D");
+  if (s.H && (!s.G || s.H % s.G)) refuse("G=" + std::to_string(s.G) + " does not divide H=" + std::to_string(s.H));
+  constexpr index most = std::numeric_limits<std::int32_t>::max() / 2;
+  if (s.K > most || (s.G && s.rows() > most)) refuse("more than 2**30 keys, or query rows of a group");
+  return s;
+}
+
+void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape,
+                nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
+                nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
+                nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
+                double dropout, std::uint64_t seed, const std::string& isa) {
+  const Integers<4> qs(q_shape, "q_shape"), ks(k_shape, "k_shape"), vs(v_shape, "v_shape");
+  Plan plan;
+  plan.sizes = sizes_of(qs, ks, vs);
+  plan.type = type_of(dtype);
+  plan.q = view(q, qs, Integers<4>(q_strides, "q_strides"), "q");
+  plan.k = view(k, ks, Integers<4>(k_strides, "k_strides"), "k");
+  plan.v = view(v, vs, Integers<4>(v_strides, "v_strides"), "v");
+  plan.out = view(out, vs, Integers<4>(out_strides, "out_strides"), "out");
+  plan.lse = reinterpret_cast<void*>(lse);
+  plan.start = bound(start, 0, "start");
+  plan.stop = bound(stop, plan.sizes.K, "stop");
+  plan.allowed = dense(allowed, "allowed");
+  plan.bias = dense(bias, "bias");
+  plan.sinks = reinterpret_cast<const void*>(sinks);
+  plan.scale = scale, plan.softcap = softcap, plan.dropout = dropout, plan.seed = seed;
+  if (!(softcap >= 0)) refuse("softcap must be positive, or 0 for none");
+  if (!(dropout >= 0 && dropout <= 1)) refuse("dropout must lie in [0, 1]");
+  const Isa& chosen = choose(isa);
+  nb::gil_scoped_release release;
+  attend(plan, chosen, threads);
+}
+
+}  // namespace
+}  // namespace multihead
+
 NB_MODULE(_native, module) {
+  using namespace multihead;
   module.doc() = "The C++ core of multihead.";
   module.def(
       "cpu_features",
       [] {
         nb::dict features;
-        for (const multihead::Feature* f = multihead::cpu_features(); f->name; ++f) features[f->name] = f->present;
+        for (const Feature* f = cpu_features(); f->name; ++f) features[f->name] = f->present;
         return features;
       },
       "What this CPU can do, by name: {'avx2': True, ...}.");
+  module.def(
+      "instruction_sets",
+      [] {
+        nb::list names;
+        for (const Isa* isa : available()) names.append(isa->name);
+        return names;
+      },
+      "The builds of the kernel that this CPU can run, best last.");
+  module.def(
+      "instruction_set", [](const std::string& name) { return std::string(choose(name).name); }, nb::arg("name") = "",
+      "The build that runs: the one named, or MULTIHEAD_ISA's, or the best.");
+  module.def("attend", attend_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
+             nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
+             nb::arg("out"), nb::arg("out_strides"), nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"),
+             nb::arg("lse") = 0, nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(),
+             nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
+             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("isa") = "",
+             "Attention over raw addresses: see native/README.md.");
 }

@@ -1,0 +1,24 @@
+// The function table of one instruction set, for its translation unit.
+#pragma once
+
+#include "few.inl"
+#include "forward.inl"
+#include "kernels.h"
+#include "merge.inl"
+
+namespace multihead {
+namespace {
+
+template <class A>
+index scratch_bytes(const Plan& plan) {
+  return plan.sizes.rows() <= Few<A>::most_rows ? Few<A>::scratch_bytes(plan) : Forward<A>::scratch_bytes(plan);
+}
+
+template <class A>
+constexpr Kernels kernels_of = {
+    Forward<A>::Lanes, Few<A>::most_rows, Forward<A>::block_rows, scratch_bytes<A>,
+    Forward<A>::run,   Few<A>::run,       merge<A>,
+};
+
+}  // namespace
+}  // namespace multihead
