@@ -133,7 +133,7 @@ BAD = [
     (
         {"mask": mh.Padding([1, 2, 3])},
         ValueError,
-        r"the mask has shape \(3, 1, 1\): expected .*\(B,H,Q\)=\(2, 6, 5\)",
+        r"the mask is for 3 batch rows: expected B=2, or one row for all",
     ),
     ({"mask": mh.Padding([1, 8])}, ValueError, r"lengths=\[1, 8\]: expected 0…7, the number of keys K=7"),
     ({"mask": mh.Documents([2, 2])}, ValueError, r"lengths=\[2, 2\] adds up to 4: expected Q=5"),

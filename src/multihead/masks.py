@@ -368,8 +368,8 @@ def lower(mask: Mask | Tensor | None, frame: Frame, B: int, H: int) -> Visible:
     mask = as_mask(mask)
     visible = frame.in_use if mask is None else mask.lower(frame)
     for bound in (visible.start, visible.stop):
-        if isinstance(bound, Tensor):
-            check_broadcast("the mask", bound, (B, H, frame.Q), "(B,H,Q)")
+        if isinstance(bound, Tensor) and bound.dim() == 3 and bound.shape[0] not in (1, B):
+            raise ValueError(f"the mask is for {bound.shape[0]} batch rows: expected B={B}, or one row for all")
     if visible.dense is not None:
         check_broadcast("the mask", visible.dense, (B, H, frame.Q, frame.K), "(B,H,Q,K)")
     return visible
