@@ -16,7 +16,7 @@ ORDER = [
     ["masks", "positions"],
     ["steps"],
     ["_native", "native"],
-    ["backends", "backends.reference", "backends.sdpa"],
+    ["backends", "backends.reference", "backends.sdpa", "backends.native"],
     ["attend"],
     ["cache"],
     ["layer"],

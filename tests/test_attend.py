@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import multihead as mh
+from multihead import native
 from multihead.attend import BACKENDS
 from tests.cases import CASES, Case, accepting, assert_within_bound, by_why
 
@@ -66,14 +67,19 @@ class TestChoice:
 
     q = torch.randn(1, 2, 3, 4)
 
+    best = "native" if native.module is not None else "sdpa"
+
     def test_the_first_that_can_takes_the_call(self) -> None:
-        assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
-        assert mh.explain(self.q, self.q, self.q, softcap=1.0).backend == "reference"
+        assert mh.explain(self.q, self.q, self.q).backend == self.best
+        meta = self.q.to("meta")
+        assert mh.explain(meta, meta, meta).backend == "sdpa"
+        assert mh.explain(meta, meta, meta, softcap=1.0).backend == "reference"
 
     def test_explain_says_what_each_would_do(self) -> None:
         told = str(mh.explain(self.q, self.q, self.q, mh.Causal(window=2), sinks=torch.zeros(2)))
         assert "  sdpa: refuses: torch's fused kernels have no sinks" in told
-        assert "→ reference: the seven steps as written" in told
+        assert "  reference: the seven steps as written" in told
+        assert f"→ {mh.explain(self.q, self.q, self.q, sinks=torch.zeros(2)).backend}: " in told
 
     @pytest.mark.parametrize(
         ("options", "why"),
@@ -101,10 +107,10 @@ class TestChoice:
             with mh.backend("sdpa"):
                 assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
             assert mh.explain(self.q, self.q, self.q).backend == "reference"
-        assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
+        assert mh.explain(self.q, self.q, self.q).backend == self.best
 
     def test_an_unknown_name_is_an_error_that_lists_the_known(self) -> None:
-        with pytest.raises(ValueError, match="backend='flash': expected one of sdpa, reference"):
+        with pytest.raises(ValueError, match="backend='flash': expected one of native, sdpa, reference"):
             mh.attend(self.q, self.q, self.q, backend="flash")
         with pytest.raises(ValueError, match="expected one of"), mh.backend("flash"):
             pass

@@ -261,7 +261,12 @@ def fuzz(isa: str, count: int, seed: int) -> None:
         G = pick(1, 2, 3)
         H, B, Q = G * pick(1, 2, 3, 5), pick(1, 2, 3), pick(1, 2, 3, 4, 5, 8, 17, 24, 25, 49, 70)
         K, D, V = pick(1, 2, 7, 16, 63, 127, 129, 200, 300), pick(1, 3, 8, 15, 16, 31, 40), pick(1, 2, 8, 9, 16, 33)
-        masks = [{}, causal(Q, K), window(Q, K, pick(0, 3, 50), pick(0, 4)), {"stop": torch.randint(0, K + 1, (B, 1, 1))}]
+        masks = [
+            {},
+            causal(Q, K),
+            window(Q, K, pick(0, 3, 50), pick(0, 4)),
+            {"stop": torch.randint(0, K + 1, (B, 1, 1))},
+        ]
         options: dict = dict(pick(*masks))
         if pick(True, False, False):
             options["allowed"] = noise(pick(1, B), pick(1, H), pick(1, Q), K) > pick(-1.5, 0.0, 1.5)

@@ -1,0 +1,361 @@
+"""The C++ kernel as a backend: steps 3 and 4 on the CPU, without the (Q, K) matrix.
+
+Where nobody watches (no gradient, no tracing, no modes) the call goes straight to the native function with addresses
+and strides. Elsewhere it goes through two custom operators that torch can trace, export and differentiate.
+"""
+
+import torch
+from torch import Tensor
+
+from multihead import native, steps
+from multihead.backends import Call
+from multihead.intervals import Bound, Ramp, Visible, inside_torch_func
+
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+MOST = 2**30  # keys, or query rows that share them
+
+
+class Native:
+    name = "native"
+
+    def refuse(self, call: Call) -> str | None:
+        q = call.q
+        if native.module is None:
+            return f"the native module is {native.missing}"
+        if q.device.type != "cpu":
+            return f"the kernel runs on the CPU, and q is on {q.device}"
+        if q.dtype not in DTYPES:
+            return f"the kernel has no {q.dtype}"
+        if inside_torch_func():
+            return "the kernel has no batching rule for torch.func"
+        if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
+            return "the kernel has no gradient of a bias"
+        if call.k.shape[2] > MOST or q.shape[1] // call.k.shape[1] * q.shape[2] > MOST:
+            return f"more than {MOST} keys, or query rows that share them"
+        return None
+
+    def note(self, call: Call) -> str:
+        return f"the native kernel, {native.instruction_set()}, skipping what is hidden"
+
+    def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if call.needs_grad or torch.compiler.is_compiling() or _watched(call.q):
+            return _operator(call, seed)
+        out, lse, _ = attend(
+            call.q,
+            call.k,
+            call.v,
+            call.visible.start,
+            call.visible.stop,
+            call.visible.dense,
+            call.bias,
+            call.sinks,
+            call.scale,
+            call.softcap or 0.0,
+            call.dropout,
+            0 if seed is None else int(seed),
+            want_lse=call.want_lse,
+        )
+        return out, lse
+
+
+def _watched(q: Tensor) -> bool:
+    """Whether a tensor subclass or a mode (fake tensors, tracing, a flop counter) must see the call."""
+    return (type(q) is not Tensor and type(q) is not torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+
+
+# The native function --------------------------------------------------------------------------------------------------
+
+
+def _lined_up(t: Tensor) -> Tensor:
+    """`t` with its last axis contiguous: copied once where it is not."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+def _bound(bound: Bound, shape: tuple[int, int, int]) -> tuple[int, ...]:
+    if isinstance(bound, Ramp):
+        return bound.offset, bound.low, bound.high
+    bound = bound.expand(shape)
+    return bound.data_ptr(), 8 * bound.element_size(), *bound.stride()
+
+
+def _dense(t: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if t is None else (t.data_ptr(), *t.expand(shape).stride())
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Bound,
+    stop: Bound,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    seed: int,
+    *,
+    want_lse: bool = True,
+    want_state: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, lse, and what a backward pass needs to know."""
+    q, k, v = _lined_up(q), _lined_up(k), _lined_up(v)
+    (B, H, Q, _), K, V = q.shape, k.shape[2], v.shape[3]
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.empty_strided((B, H, Q, V), (H * Q * V, V, H * V, 1), dtype=q.dtype)  # step 5 is then a view
+    lse = torch.empty(B, H, Q, dtype=exact) if want_lse else None
+    state = torch.empty(B, H, Q, 2, dtype=exact) if want_state else None
+    bias = None if bias is None else bias.to(exact)
+    sinks = None if sinks is None else sinks.to(exact).contiguous()
+    assert native.module is not None
+    native.module.attend(
+        q.data_ptr(),
+        tuple(q.shape),
+        q.stride(),
+        k.data_ptr(),
+        tuple(k.shape),
+        k.stride(),
+        v.data_ptr(),
+        tuple(v.shape),
+        v.stride(),
+        out.data_ptr(),
+        out.stride(),
+        DTYPES[q.dtype],
+        scale,
+        torch.get_num_threads(),
+        lse=0 if lse is None else lse.data_ptr(),
+        start=_bound(start, (B, H, Q)),
+        stop=_bound(stop, (B, H, Q)),
+        allowed=_dense(allowed, (B, H, Q, K)),
+        bias=_dense(bias, (B, H, Q, K)),
+        sinks=0 if sinks is None else sinks.data_ptr(),
+        softcap=softcap,
+        dropout=dropout,
+        seed=seed,
+        state=0 if state is None else state.data_ptr(),
+    )
+    return out, lse, state
+
+
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    state: Tensor,
+    start: Bound,
+    stop: Bound,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, block by block from what the forward pass left."""
+    q, k, v, out, d_out = (_lined_up(t) for t in (q, k, v, out, d_out))
+    (B, H, Q, _), K = q.shape, k.shape[2]
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    grads = [t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in grads]
+    d_q, d_k, d_v = grads
+    bias = None if bias is None else bias.to(state.dtype)
+    d_lse = None if d_lse is None else d_lse.to(state.dtype).contiguous()
+    delta = torch.empty(B, H, Q, dtype=state.dtype)
+    assert native.module is not None
+    native.module.backward(
+        q.data_ptr(),
+        tuple(q.shape),
+        q.stride(),
+        k.data_ptr(),
+        tuple(k.shape),
+        k.stride(),
+        v.data_ptr(),
+        tuple(v.shape),
+        v.stride(),
+        out.data_ptr(),
+        out.stride(),
+        d_out.data_ptr(),
+        d_out.stride(),
+        d_q.data_ptr(),
+        d_q.stride(),
+        d_k.data_ptr(),
+        d_k.stride(),
+        d_v.data_ptr(),
+        d_v.stride(),
+        state.data_ptr(),
+        delta.data_ptr(),
+        DTYPES[q.dtype],
+        scale,
+        torch.get_num_threads(),
+        d_lse=0 if d_lse is None else d_lse.data_ptr(),
+        start=_bound(start, (B, H, Q)),
+        stop=_bound(stop, (B, H, Q)),
+        allowed=_dense(allowed, (B, H, Q, K)),
+        bias=_dense(bias, (B, H, Q, K)),
+        softcap=softcap,
+        dropout=dropout,
+        seed=seed,
+    )
+    return d_q, d_k, d_v
+
+
+# The operators that torch traces and differentiates -------------------------------------------------------------------
+#
+# A bound is a tensor, or three of `ramps` where it has none: (offset, low, high) of start, then of stop.
+
+
+def _bounds(start: Tensor | None, stop: Tensor | None, ramps: list[int]) -> tuple[Bound, Bound]:
+    return Ramp(*ramps[:3]) if start is None else start, Ramp(*ramps[3:]) if stop is None else stop
+
+
+@torch.library.custom_op("multihead::attend", mutates_args=(), device_types="cpu")
+def attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor | None,
+    stop: Tensor | None,
+    ramps: list[int],
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    drawn = 0 if seed is None else int(seed)
+    bounds = _bounds(start, stop, ramps)
+    out, lse, state = attend(q, k, v, *bounds, allowed, bias, sinks, scale, softcap, dropout, drawn, want_state=True)
+    assert lse is not None
+    assert state is not None
+    return out, lse, state
+
+
+@attend_op.register_fake
+def _(q, k, v, start, stop, ramps, allowed, bias, sinks, seed, scale, softcap, dropout):  # type: ignore[no-untyped-def]
+    (B, H, Q, _), V = q.shape, v.shape[3]
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty_strided((B, H, Q, V), (H * Q * V, V, H * V, 1))
+    return out, q.new_empty((B, H, Q), dtype=exact), q.new_empty((B, H, Q, 2), dtype=exact)
+
+
+@torch.library.custom_op("multihead::attend_backward", mutates_args=(), device_types="cpu")
+def backward_op(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    state: Tensor,
+    start: Tensor | None,
+    stop: Tensor | None,
+    ramps: list[int],
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    drawn = 0 if seed is None else int(seed)
+    bounds = _bounds(start, stop, ramps)
+    return backward(d_out, d_lse, q, k, v, out, state, *bounds, allowed, bias, scale, softcap, dropout, drawn)
+
+
+@backward_op.register_fake
+def _(d_out, d_lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()) for t in (q, k, v))
+
+
+def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, start, stop, ramps, allowed, bias, sinks, seed, scale, softcap, dropout = inputs
+    out, lse, state = output
+    ctx.mark_non_differentiable(state)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, start, stop, allowed, bias, sinks, seed, out, lse, state)
+    ctx.numbers = ramps, scale, softcap, dropout
+
+
+def _gradients(ctx, d_out, d_lse, _):  # type: ignore[no-untyped-def]
+    q, k, v, start, stop, allowed, bias, sinks, seed, out, lse, state = ctx.saved_tensors
+    ramps, scale, softcap, dropout = ctx.numbers
+    if torch.is_grad_enabled():  # create_graph=True: a gradient that must itself be differentiable
+        d_q, d_k, d_v, d_sinks = _gradients_of_the_specification(
+            (d_out, d_lse), (q, k, v, sinks), _bounds(start, stop, ramps), allowed, bias, seed, scale, softcap, dropout
+        )
+        return d_q, d_k, d_v, *[None] * 5, d_sinks, *[None] * 4
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    d_q, d_k, d_v = backward_op(
+        d_out, d_lse, q, k, v, out, state, start, stop, ramps, allowed, bias, seed, scale, softcap, dropout
+    )
+    d_sinks = None
+    if sinks is not None and ctx.needs_input_grad[8]:
+        share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # (B, H, Q): the sink's own weight
+        moved = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        moved = -moved if d_lse is None else d_lse - moved
+        d_sinks = (share * moved).sum((0, 2)).to(sinks.dtype)
+    return d_q, d_k, d_v, *[None] * 5, d_sinks, *[None] * 4
+
+
+attend_op.register_autograd(_gradients, setup_context=_remember)
+
+
+def _gradients_of_the_specification(  # type: ignore[no-untyped-def]
+    grads, inputs, bounds, allowed, bias, seed, scale, softcap, dropout
+):
+    q, k, v, sinks = inputs
+    visible = Visible(q.shape[2], k.shape[2], *bounds, allowed)
+    outputs = steps.attend(
+        q,
+        k,
+        v,
+        allowed=None if visible.is_everything else visible.allowed(),
+        scale=scale,
+        softcap=softcap or None,
+        sinks=sinks,
+        bias=bias,
+        dropout=dropout,
+        seed=seed,
+    )
+    asked = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = torch.autograd.grad(
+        [out for out, _ in asked], wanted, [grad for _, grad in asked], create_graph=True, allow_unused=True
+    )
+    by_input = {id(t): grad for t, grad in zip(wanted, found)}
+    return [None if t is None else by_input.get(id(t)) for t in inputs]
+
+
+def _operator(call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    tensors = [b if isinstance(b, Tensor) else None for b in (call.visible.start, call.visible.stop)]
+    ramps = [
+        n
+        for b in (call.visible.start, call.visible.stop)
+        for n in ((b.offset, b.low, b.high) if isinstance(b, Ramp) else (0, 0, 0))
+    ]
+    out, lse, _ = attend_op(
+        call.q,
+        call.k,
+        call.v,
+        *tensors,
+        ramps,
+        call.visible.dense,
+        call.bias,
+        call.sinks,
+        seed,
+        call.scale,
+        call.softcap or 0.0,
+        call.dropout,
+    )
+    return out, lse
