@@ -37,11 +37,6 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _compile_afresh() -> None:
-    torch._dynamo.reset()
-
-
 each_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 
 
