@@ -78,7 +78,8 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   if (work < worth_waking) threads = 1;
 
   const index most = kernels.block_rows(s), lanes = kernels.lanes;
-  const index part = std::max<index>(1, part_keys(s, most, rows <= kernels.few)), splits = s.K ? (s.K + part - 1) / part : 1;
+  const index part = std::max<index>(1, part_keys(s, most, rows <= kernels.few)),
+              splits = s.K ? (s.K + part - 1) / part : 1;
   index block = most;  // rows are independent of their neighbours, so that blocks may shrink to occupy every thread
   while (block > lanes && pairs * splits * ((rows + block - 1) / block) < 4 * threads) block -= lanes;
 

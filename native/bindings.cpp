@@ -1,5 +1,5 @@
-// The only file of the core that knows Python. Tensors come as addresses, shapes and strides: at small sizes the call is
-// the cost, and an exchange of array objects takes longer than the work.
+// The only file of the core that knows Python. Tensors come as addresses, shapes and strides: at small sizes the call
+// is the cost, and an exchange of array objects takes longer than the work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "attend.h"
+#include "backward.h"
 #include "dispatch.h"
 #include "features.h"
 
@@ -85,11 +86,11 @@ Sizes sizes_of(const Integers<4>& q, const Integers<4>& k, const Integers<4>& v)
   return s;
 }
 
-void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape,
-                nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
-                nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
-                nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
-                double dropout, std::uint64_t seed, const std::string& isa) {
+// What attend and backward share: tensors, mask and options.
+Plan plan_of(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape, nb::handle k_strides,
+             Address v, nb::handle v_shape, nb::handle v_strides, Address out, nb::handle out_strides,
+             const std::string& dtype, double scale, nb::handle start, nb::handle stop, nb::handle allowed,
+             nb::handle bias, double softcap, double dropout, std::uint64_t seed) {
   const Integers<4> qs(q_shape, "q_shape"), ks(k_shape, "k_shape"), vs(v_shape, "v_shape");
   Plan plan;
   plan.sizes = sizes_of(qs, ks, vs);
@@ -98,18 +99,51 @@ void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, 
   plan.k = view(k, ks, Integers<4>(k_strides, "k_strides"), "k");
   plan.v = view(v, vs, Integers<4>(v_strides, "v_strides"), "v");
   plan.out = view(out, vs, Integers<4>(out_strides, "out_strides"), "out");
-  plan.lse = reinterpret_cast<void*>(lse);
   plan.start = bound(start, 0, "start");
   plan.stop = bound(stop, plan.sizes.K, "stop");
   plan.allowed = dense(allowed, "allowed");
   plan.bias = dense(bias, "bias");
-  plan.sinks = reinterpret_cast<const void*>(sinks);
   plan.scale = scale, plan.softcap = softcap, plan.dropout = dropout, plan.seed = seed;
   if (!(softcap >= 0)) refuse("softcap must be positive, or 0 for none");
   if (!(dropout >= 0 && dropout <= 1)) refuse("dropout must lie in [0, 1]");
+  return plan;
+}
+
+void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape,
+                nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
+                nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
+                nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
+                double dropout, std::uint64_t seed, Address state, const std::string& isa) {
+  Plan plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, out, out_strides, dtype,
+                      scale, start, stop, allowed, bias, softcap, dropout, seed);
+  plan.lse = reinterpret_cast<void*>(lse);
+  plan.state = reinterpret_cast<void*>(state);
+  plan.sinks = reinterpret_cast<const void*>(sinks);
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   attend(plan, chosen, threads);
+}
+
+void backward_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape,
+                  nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address d_out,
+                  nb::handle d_out_strides, Address d_q, nb::handle d_q_strides, Address d_k, nb::handle d_k_strides,
+                  Address d_v, nb::handle d_v_strides, Address state, Address delta, const std::string& dtype,
+                  double scale, int threads, Address d_lse, nb::handle start, nb::handle stop, nb::handle allowed,
+                  nb::handle bias, double softcap, double dropout, std::uint64_t seed, const std::string& isa) {
+  Gradients g;
+  g.plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, 0, v_strides, dtype, scale,
+                   start, stop, allowed, bias, softcap, dropout, seed);
+  const Integers<4> qs(q_shape, "q_shape"), ks(k_shape, "k_shape"), vs(v_shape, "v_shape");
+  g.d_out = view(d_out, vs, Integers<4>(d_out_strides, "d_out_strides"), "d_out");
+  g.d_q = view(d_q, qs, Integers<4>(d_q_strides, "d_q_strides"), "d_q");
+  g.d_k = view(d_k, ks, Integers<4>(d_k_strides, "d_k_strides"), "d_k");
+  g.d_v = view(d_v, vs, Integers<4>(d_v_strides, "d_v_strides"), "d_v");
+  g.plan.state = reinterpret_cast<void*>(state);
+  g.delta = reinterpret_cast<void*>(delta);
+  g.d_lse = reinterpret_cast<const void*>(d_lse);
+  const Isa& chosen = choose(isa);
+  nb::gil_scoped_release release;
+  backward(g, chosen, threads);
 }
 
 }  // namespace
@@ -142,6 +176,14 @@ NB_MODULE(_native, module) {
              nb::arg("out"), nb::arg("out_strides"), nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"),
              nb::arg("lse") = 0, nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(),
              nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
-             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("isa") = "",
-             "Attention over raw addresses: see native/README.md.");
+             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0,
+             nb::arg("isa") = "", "Attention over raw addresses: see native/README.md.");
+  module.def("backward", backward_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
+             nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
+             nb::arg("d_out"), nb::arg("d_out_strides"), nb::arg("d_q"), nb::arg("d_q_strides"), nb::arg("d_k"),
+             nb::arg("d_k_strides"), nb::arg("d_v"), nb::arg("d_v_strides"), nb::arg("state"), nb::arg("delta"),
+             nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"), nb::arg("d_lse") = 0,
+             nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
+             nb::arg("bias") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0,
+             nb::arg("isa") = "", "The gradients of attend: see native/README.md.");
 }

@@ -1,5 +1,5 @@
-// Attention of a few query rows (decoding): bound by the reading of keys and values, so that the width of a head lies in
-// the vector lanes, and each key and value is read once for all rows of the group.
+// Attention of a few query rows (decoding): bound by the reading of keys and values, so that the width of a head lies
+// in the vector lanes, and each key and value is read once for all rows of the group.
 #pragma once
 
 #include "scores.inl"
@@ -82,8 +82,8 @@ class Few {
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
       const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
       index k_stride, v_stride;
-      const T* k = rows_of(plan.k, plan, task, plan.sizes.D, from, to - from, k_copy, k_stride, false);
-      const T* v = rows_of(plan.v, plan, task, plan.sizes.V, from, to - from, v_copy, v_stride, false);
+      const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, false);
+      const T* v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, false);
       score<R>(k, k_stride, to - from);
       T decay[R];
       bool hidden = false;
@@ -130,7 +130,8 @@ class Few {
       T sums[W];
       A::store(sums, A::sums(sum));
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) std::memcpy(scores + r * (tile_keys + W) + key, sums + r * at_once, sizeof(T) * at_once);
+      for (int r = 0; r < R; ++r)
+        std::memcpy(scores + r * (tile_keys + W) + key, sums + r * at_once, sizeof(T) * at_once);
     }
   }
 
@@ -259,7 +260,7 @@ class Few {
       return;
     }
     const Ending<T> end = ending<T>(plan, row[r].h, row[r].shift, row[r].total);
-    if (plan.lse) static_cast<T*>(plan.lse)[(task.b * plan.sizes.H + row[r].h) * plan.sizes.Q + row[r].q] = end.lse;
+    end.save(plan, task.b, row[r].h, row[r].q);
     for (index j = 0; j < V; ++j) sums[j] *= end.factor;
     narrow(sums, plan.type, V, row_of(plan.out, plan.type, task.b, row[r].h, row[r].q));
   }

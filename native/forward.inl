@@ -84,8 +84,10 @@ class Forward {
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
     const index strips = block_rows(s) / Lanes;
-    const index numbers = strips * Lanes * (s.D + s.V + 3) + tile_keys * (3 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
-    return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 + strips * static_cast<index>(sizeof(Strip<A>));
+    const index numbers =
+        strips * Lanes * (s.D + s.V + 3) + tile_keys * (3 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
+    return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
+           strips * static_cast<index>(sizeof(Strip<A>));
   }
 
   static void run(const Plan& plan, const Task& task, void* scratch) { Forward(plan, task, scratch).attend(); }
@@ -139,8 +141,8 @@ class Forward {
     const bool crowds = task.rows >= Lanes;  // enough rows to pay for a copy
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
       const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
-      k_rows = rows_of(plan.k, plan, task, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
-      v_rows = rows_of(plan.v, plan, task, plan.sizes.V, from, to - from, v_copy, v_stride, crowds);
+      k_rows = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
+      v_rows = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, crowds);
       for (int i = 0; i < count; ++i) {
         Strip<A>& strip = strips[i];
         const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
@@ -189,7 +191,7 @@ class Forward {
     weigh<NR>(strip, keys, score.top, into.decay);
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
     if (poisoned)
-      mix_seen<A, NR>(plan.sizes.V, strip, keys, scores, visible, v, v_stride, into.decay);
+      mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, into.decay);
     else
       in_groups<MR>(plan.sizes.V, into);
   }
@@ -241,10 +243,9 @@ class Forward {
       const index h = strip.head[lane];
       const Ending<T> end = ending<T>(plan, h, strip.shift[lane], strip.total[lane]);
       factor[lane] = end.factor;
-      if (plan.lse && lane < strip.rows)
-        static_cast<T*>(plan.lse)[(task.b * plan.sizes.H + h) * plan.sizes.Q + strip.query[lane]] = end.lse;
+      if (lane < strip.rows) end.save(plan, task.b, h, strip.query[lane]);
     }
-    strip.write(plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
+    strip.write(strip.mixed, plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
       return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);
     });
   }
@@ -259,7 +260,7 @@ class Forward {
       partial[lane * (V + 2) + V + 1] = strip.total[lane];
     }
     const Type own = sizeof(T) == 8 ? Type::f64 : Type::f32;
-    strip.write(V, own, factor, rowwise, [&](int lane) -> void* { return partial + lane * (V + 2); });
+    strip.write(strip.mixed, V, own, factor, rowwise, [&](int lane) -> void* { return partial + lane * (V + 2); });
   }
 };
 

@@ -6,13 +6,16 @@
 namespace multihead {
 
 struct Kernels {
-  index lanes;                                  // query rows side by side in vectors
-  index few;                                    // at most this many rows go to attend_few
-  index (*block_rows)(const Sizes&);            // rows a task of attend_block may have
-  index (*scratch_bytes)(const Plan&);          // what a thread needs to run a task of this plan
+  index lanes;                          // query rows side by side in vectors
+  index few;                            // at most this many rows go to attend_few
+  index (*block_rows)(const Sizes&);    // rows a task of attend_block may have
+  index (*scratch_bytes)(const Plan&);  // what a thread needs to run a task of this plan
   void (*attend_block)(const Plan&, const Task&, void* scratch);
   void (*attend_few)(const Plan&, const Task&, void* scratch);
   void (*merge)(const Plan&, const Task&, const void* const* parts, index count);
+  index (*backward_scratch)(const Plan&);
+  void (*backward_queries)(const Gradients&, const Task&, void* scratch);
+  void (*backward_keys)(const Gradients&, const Task&, void* scratch);
 };
 
 struct Isa {

@@ -1,6 +1,7 @@
 // The function table of one instruction set, for its translation unit.
 #pragma once
 
+#include "backward_keys.inl"
 #include "few.inl"
 #include "forward.inl"
 #include "kernels.h"
@@ -15,9 +16,15 @@ index scratch_bytes(const Plan& plan) {
 }
 
 template <class A>
+index backward_scratch(const Plan& plan) {
+  const index a = BackwardQueries<A>::scratch_bytes(plan), b = BackwardKeys<A>::scratch_bytes(plan);
+  return a > b ? a : b;
+}
+
+template <class A>
 constexpr Kernels kernels_of = {
-    Forward<A>::Lanes, Few<A>::most_rows, Forward<A>::block_rows, scratch_bytes<A>,
-    Forward<A>::run,   Few<A>::run,       merge<A>,
+    Forward<A>::Lanes, Few<A>::most_rows, Forward<A>::block_rows, scratch_bytes<A>,        Forward<A>::run,
+    Few<A>::run,       merge<A>,          backward_scratch<A>,    BackwardQueries<A>::run, BackwardKeys<A>::run,
 };
 
 }  // namespace

@@ -133,8 +133,8 @@ typename A::F exp2_of(typename A::F x) {
     for (int i = 12; i >= 0; --i) p = A::fma(p, f, A::all(c[i]));
   } else {
     // Minimax on +-1/2: relative error 1.9e-9, so that only rounding is left.
-    constexpr float c[] = {1.0f,           0.6931472057371945f,    0.2402264689047752f,    0.055503287770841354f,
-                           0.009618489f,   0.0013399931180900874f, 0.00015345807425801074f};
+    constexpr float c[] = {1.0f,         0.6931472057371945f,    0.2402264689047752f,    0.055503287770841354f,
+                           0.009618489f, 0.0013399931180900874f, 0.00015345807425801074f};
     p = A::all(c[6]);
 #pragma GCC unroll 16
     for (int i = 5; i >= 0; --i) p = A::fma(p, f, A::all(c[i]));

@@ -18,12 +18,14 @@ void merge(const Plan& plan, const Task& task, const void* const* parts, index c
     T top = none, total = 0;
     for (index i = 0; i < count; ++i) top = part(i)[V] > top ? part(i)[V] : top;
     const T shift = top == none ? 0 : top;
-    const auto weight = [&](index i) { return part(i)[V] == none ? T(0) : static_cast<T>(exp2(double(part(i)[V] - shift))); };
+    const auto weight = [&](index i) {
+      return part(i)[V] == none ? T(0) : static_cast<T>(exp2(double(part(i)[V] - shift)));
+    };
     // A part that saw only NaN has no top, but its total says so.
     for (index i = 0; i < count; ++i) total += part(i)[V] == none ? part(i)[V + 1] : part(i)[V + 1] * weight(i);
     const index h = task.g * group + (task.row + row) % group, q = (task.row + row) / group;
     const Ending<T> end = ending<T>(plan, h, top, total);
-    if (plan.lse) static_cast<T*>(plan.lse)[(task.b * plan.sizes.H + h) * plan.sizes.Q + q] = end.lse;
+    end.save(plan, task.b, h, q);
     char* out = row_of(plan.out, plan.type, task.b, h, q);
     for (index v = 0; v < V; v += 256) {
       const index width = V - v < 256 ? V - v : 256;

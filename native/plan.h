@@ -54,6 +54,7 @@ struct Plan {
   Type type = Type::f32;
   View q, k, v, out;
   void* lse = nullptr;          // (B,H,Q) contiguous; double for f64, else float
+  void* state = nullptr;        // (B,H,Q,2) contiguous: what the backward pass needs, see Ending
   Bound start, stop;            // start <= key < stop
   Dense allowed;                // bool: true may attend
   Dense bias;                   // double for f64, else float; -inf hides
@@ -69,6 +70,14 @@ struct Plan {
 struct Task {
   index b, g, row, rows, key, keys;
   void* partial = nullptr;  // where to leave the unfinished sums of a split task; null: finish into out
+};
+
+// The backward pass of a plan whose `state` the forward pass has filled; `out` is not needed.
+struct Gradients {
+  Plan plan;
+  View d_out, d_q, d_k, d_v;    // gradients of out, q, k and v, of the plan's type
+  const void* d_lse = nullptr;  // (B,H,Q) contiguous, or null
+  void* delta = nullptr;        // (B,H,Q) contiguous, written: what every row subtracts from its weights' gradients
 };
 
 }  // namespace multihead

@@ -44,14 +44,30 @@ inline __attribute__((always_inline)) void in_groups(index count, Fn&& fn) {
     const index left = count - i;
     const index take = left <= Most ? left : left - Most >= (Most + 1) / 2 ? index(Most) : (left + 1) / 2;
     switch (take) {
-      case 1: fn.template group<1>(i); break;
-      case 2: fn.template group<2>(i); break;
-      case 3: fn.template group<3>(i); break;
-      case 4: fn.template group<(Most < 4 ? Most : 4)>(i); break;
-      case 5: fn.template group<(Most < 5 ? Most : 5)>(i); break;
-      case 6: fn.template group<(Most < 6 ? Most : 6)>(i); break;
-      case 7: fn.template group<(Most < 7 ? Most : 7)>(i); break;
-      default: fn.template group<Most>(i); break;
+      case 1:
+        fn.template group<1>(i);
+        break;
+      case 2:
+        fn.template group<2>(i);
+        break;
+      case 3:
+        fn.template group<3>(i);
+        break;
+      case 4:
+        fn.template group<(Most < 4 ? Most : 4)>(i);
+        break;
+      case 5:
+        fn.template group<(Most < 5 ? Most : 5)>(i);
+        break;
+      case 6:
+        fn.template group<(Most < 6 ? Most : 6)>(i);
+        break;
+      case 7:
+        fn.template group<(Most < 7 ? Most : 7)>(i);
+        break;
+      default:
+        fn.template group<Most>(i);
+        break;
     }
     i += take;
   }

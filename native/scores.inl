@@ -8,13 +8,17 @@
 namespace multihead {
 namespace {
 
-// tanh, to about one unit in the last place on both sides of where the two forms meet.
+// tanh, to about one unit in the last place on both sides of where the two forms meet; `slope`, if wanted, becomes its
+// derivative without the cancellation of 1 - tanh^2.
 template <class A>
-typename A::F tanh_of(typename A::F x) {
+typename A::F tanh_of(typename A::F x, typename A::F* slope = nullptr) {
   using F = typename A::F;
   using T = typename A::T;
   if constexpr (sizeof(T) == 8) {
-    for (int i = 0; i < A::W; ++i) x[i] = tanh(x[i]);
+    for (int i = 0; i < A::W; ++i) {
+      if (slope) (*slope)[i] = 1 / (cosh(x[i]) * cosh(x[i]));
+      x[i] = tanh(x[i]);
+    }
     return x;
   } else {
     constexpr float c[] = {1.0f,
@@ -31,7 +35,8 @@ typename A::F tanh_of(typename A::F x) {
     const F size = x < F{} ? -x : x;
     const F capped = size > A::all(20) ? A::all(20) : size;  // NaN stays
     const F e = exp2_of<A>(capped * A::all(-2.885390081777927f));
-    const F far = (A::all(1) - e) / (A::all(1) + e);
+    const F below = A::all(1) + e, far = (A::all(1) - e) / below;
+    if (slope) *slope = A::all(4) * e / (below * below);
     return A::select(size < A::all(0.625f), near * x, A::select(x < F{}, -far, far));
   }
 }
@@ -49,8 +54,7 @@ void stage(const Plan& plan, const Task& task, const Strip<A>& strip, const Dens
     for (int i = 0; i < W; ++i) {
       const int lane = c * W + i;
       const Element* from = static_cast<const Element*>(dense.data) + task.b * dense.batch +
-                            strip.head[lane] * dense.head + strip.query[lane] * dense.query +
-                            key * dense.key;
+                            strip.head[lane] * dense.head + strip.query[lane] * dense.query + key * dense.key;
       T* row = rowwise + i * keys;
       if (dense.key == 1)
         for (index j = 0; j < keys; ++j) row[j] = static_cast<T>(from[j]);
@@ -99,6 +103,7 @@ struct Adjustment {
   void* staged;
   void* visible;
   void* rowwise;
+  void* slope = nullptr;  // where to leave the softcap's derivative, for the backward pass
 };
 
 // Applies scale, softcap, bias and mask to scores[keys][lanes]; `top` becomes the largest score of each lane, and
@@ -135,7 +140,11 @@ bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key
       F score = A::load(scores + at);
       if (!simple) {
         score *= scale;
-        if (plan.softcap != 0) score = tanh_of<A>(score / cap) * cap;
+        if (plan.softcap != 0) {
+          F slope;
+          score = tanh_of<A>(score / cap, with.slope ? &slope : nullptr) * cap;
+          if (with.slope) A::store(static_cast<T*>(with.slope) + at, slope);
+        }
         if (with.dense) seen &= A::load(visible + at) != F{};
         if (plan.bias.data) {
           const F bias = A::load(staged + at);

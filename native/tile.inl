@@ -21,12 +21,12 @@ struct Arena {
 // is a function of the row's own keys.
 constexpr index tile_keys = 128;
 
-// Rows [from, from + count) of keys or values as T: as they lie, or copied where they are of another type, or, if
-// `crowds`, where a long row stride would crowd them into few cache sets.
+// Rows [from, from + count) of a head's keys or values as T: as they lie, or copied where they are of another type, or,
+// if `crowds`, where a long row stride would crowd them into few cache sets.
 template <class T>
-const T* rows_of(const View& view, const Plan& plan, const Task& task, index width, index from, index count, T* copy,
+const T* rows_of(const View& view, const Plan& plan, index b, index head, index width, index from, index count, T* copy,
                  index& stride, bool crowds) {
-  const char* at = row_of(view, plan.type, task.b, task.g, from);
+  const char* at = row_of(view, plan.type, b, head, from);
   const index step = view.row * bytes(plan.type), far = 2048;
   crowds = crowds && width * static_cast<index>(sizeof(T)) < step && (step >= far || step <= -far);
   if (stored_as<T>(plan.type) && !crowds) {

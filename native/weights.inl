@@ -15,10 +15,17 @@ T score_unit(const Plan& plan) {
   return static_cast<T>(plan.plain() ? plan.scale * log2e : log2e);
 }
 
-// How a row ends: what its sums are multiplied by, and its log-sum-exp.
+// How a row ends: a weight is 2^(score * unit - shift) * factor, and lse is the log-sum-exp. (shift, factor) is the
+// state the backward pass starts from: lse alone would lose digits where scores are large.
 template <class T>
 struct Ending {
-  T factor, lse;
+  T factor, lse, shift;
+
+  void save(const Plan& plan, index b, index h, index q) const {
+    const index at = (b * plan.sizes.H + h) * plan.sizes.Q + q;
+    if (plan.lse) static_cast<T*>(plan.lse)[at] = lse;
+    if (plan.state) static_cast<T*>(plan.state)[2 * at] = shift, static_cast<T*>(plan.state)[2 * at + 1] = factor;
+  }
 };
 
 // `total` is the sum of 2^(score * unit - shift).
@@ -29,17 +36,17 @@ Ending<T> ending(const Plan& plan, index h, T shift, T total) {
   const bool dead = shift == none && total == 0;
   if (plan.sinks) {
     const T sink = static_cast<const T*>(plan.sinks)[h], level = sink * static_cast<T>(1 / ln2);
-    if (dead) return {T(0), sink};
+    if (dead) return {T(0), sink, -none};
     if (level > shift) {
       const T ratio = static_cast<T>(exp2(double(shift) - double(level))), sum = total * ratio + 1;
-      return {ratio / sum, static_cast<T>(sink + log(double(sum)))};
+      return {ratio / sum, static_cast<T>(sink + log(double(sum))), shift};
     }
     total += static_cast<T>(exp2(double(level) - double(shift)));
   }
-  if (dead) return {T(0), none};
-  if (!plan.lse) return {1 / total, T(0)};
+  if (dead) return {T(0), none, -none};  // exp2(anything - inf) is 0
+  if (!plan.lse) return {1 / total, T(0), shift};
   const double sum = sizeof(T) == 8 ? log(double(total)) : double(logf(float(total)));
-  return {1 / total, static_cast<T>(double(shift) * ln2 + sum)};
+  return {1 / total, static_cast<T>(double(shift) * ln2 + sum), shift};
 }
 
 // The generator of dropout: counter-based, the same numbers on every backend.
@@ -96,11 +103,11 @@ bool finite(const typename A::T* v, index stride, index width, index rows) {
   return !A::any(sum != sum);
 }
 
-// mixed = mixed * decay + v * weights, leaving out what a lane does not see: there 0 * NaN would be NaN. The sums run in
-// the same order as the fast path's.
+// to[width][lanes] = to * decay + v * weights, leaving out what a lane does not see: there 0 * NaN would be NaN. The
+// sums run in the same order as the fast path's.
 template <class A, int NR>
-void mix_seen(index width, const Strip<A>& strip, index keys, const typename A::T* weights,
-              const typename A::T* visible, const typename A::T* v, index stride, const typename A::F (&decay)[NR]) {
+void mix_seen(index width, typename A::T* to, index keys, const typename A::T* weights, const typename A::T* visible,
+              const typename A::T* v, index stride, const typename A::F (&decay)[NR]) {
   using F = typename A::F;
   using I = typename A::I;
   for (index j = 0; j < width; ++j)
@@ -111,7 +118,7 @@ void mix_seen(index width, const Strip<A>& strip, index keys, const typename A::
         const I seen = (I)A::load(visible + at);
         sum = A::select(seen, A::fma(A::all(v[i * stride + j]), A::load(weights + at), sum), sum);
       }
-      typename A::T* at = strip.mixed + (j * NR + c) * A::W;
+      typename A::T* at = to + (j * NR + c) * A::W;
       A::store(at, A::fma(A::load(at), decay[c], sum));
     }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,6 @@ class Problem:
     softcap: float = 0.0
     dropout: float = 0.0
     seed: int = 0
-    extra: dict = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -120,12 +119,10 @@ class Problem:
         mixed = weights[..., None] * v[:, :, None]
         return mixed.masked_fill(~self.visible()[..., None], 0.0).sum(-2), lse
 
-    def native(self, isa: str = "", threads: int = 2, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        B, H, _, Q, K, _, V = self.sizes
-        wide = torch.float64 if self.q.dtype == torch.float64 else torch.float32
-        out = torch.full((B, H, Q, V), math.nan, dtype=self.q.dtype) if out is None else out
-        lse = torch.full((B, H, Q), math.nan, dtype=wide)
-        hold = []
+    def options(self) -> tuple[dict, list]:
+        """The mask and the options as the native calls take them, and what must stay alive meanwhile."""
+        B, H, _, Q, K, _, _ = self.sizes
+        bias = None if self.bias is None else self.bias.to(self.wide)
 
         def bound(given: Any) -> Any:
             if given is None or isinstance(given, tuple):
@@ -139,18 +136,58 @@ class Problem:
             full = torch.broadcast_to(given, (B, H, Q, K))
             return (full.data_ptr(), *full.stride())
 
-        bias = None if self.bias is None else self.bias.to(wide)
-        sinks = None if self.sinks is None else self.sinks.to(wide).contiguous()
-        hold += [bias, sinks]
-        q, k, v = self.q, self.k, self.v
-        _native.attend(
-            q.data_ptr(), q.shape, q.stride(), k.data_ptr(), k.shape, k.stride(), v.data_ptr(), v.shape, v.stride(),
-            out.data_ptr(), out.stride(), NAMES[q.dtype], self.scale, threads, lse=lse.data_ptr(),
-            start=bound(self.start), stop=bound(self.stop), allowed=dense(self.allowed), bias=dense(bias),
-            sinks=0 if sinks is None else sinks.data_ptr(), softcap=self.softcap, dropout=self.dropout,
-            seed=self.seed, isa=isa,
-        )  # fmt: skip
+        given = {
+            "start": bound(self.start),
+            "stop": bound(self.stop),
+            "allowed": dense(self.allowed),
+            "bias": dense(bias),
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "seed": self.seed,
+        }
+        return given, [bias]
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def tensors(self) -> list:
+        return [x for t in (self.q, self.k, self.v) for x in (t.data_ptr(), t.shape, t.stride())]
+
+    def native(self, isa: str = "", threads: int = 2, out: Tensor | None = None, state: Tensor | None = None,
+               **more: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+        B, H, _, Q, _, _, V = self.sizes
+        out = torch.full((B, H, Q, V), math.nan, dtype=self.q.dtype) if out is None else out
+        lse = torch.full((B, H, Q), math.nan, dtype=self.wide)
+        sinks = None if self.sinks is None else self.sinks.to(self.wide).contiguous()
+        options, _hold = self.options()
+        _native.attend(*self.tensors(), out.data_ptr(), out.stride(), NAMES[self.q.dtype], self.scale, threads,
+                       lse=lse.data_ptr(), sinks=0 if sinks is None else sinks.data_ptr(),
+                       state=0 if state is None else state.data_ptr(), isa=isa, **options, **more)  # fmt: skip
         return out, lse
+
+    def native_gradients(self, d_out: Tensor, d_lse: Tensor | None = None, isa: str = "",
+                         threads: int = 2) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        B, H, _, Q, _, _, _ = self.sizes
+        state = torch.full((B, H, Q, 2), math.nan, dtype=self.wide)
+        self.native(isa, threads, state=state)
+        delta = torch.empty(B, H, Q, dtype=self.wide)
+        grads = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v)]
+        options, _hold = self.options()
+        views = [x for t in (d_out, *grads) for x in (t.data_ptr(), t.stride())]
+        _native.backward(*self.tensors(), *views, state.data_ptr(), delta.data_ptr(), NAMES[self.q.dtype], self.scale,
+                         threads, d_lse=0 if d_lse is None else d_lse.data_ptr(), isa=isa, **options)  # fmt: skip
+        return grads[0], grads[1], grads[2]
+
+    def plain_gradients(self, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None = None) -> list[Tensor]:
+        """By autograd, every operation in `dtype`."""
+        inputs = [t.to(dtype).detach().requires_grad_() for t in (self.q, self.k, self.v)]
+        own = replace(self, q=inputs[0], k=inputs[1], v=inputs[2])
+        out, lse = own.plain(dtype)
+        total = (out * d_out.to(dtype)).sum()
+        if d_lse is not None:
+            total = total + (lse.masked_fill(lse == -math.inf, 0.0) * d_lse.to(dtype)).sum()
+        return [g.detach() for g in torch.autograd.grad(total, inputs)]
 
 
 def error(given: Tensor, exact: Tensor) -> float:
