@@ -39,7 +39,8 @@ def test_gradients_of_every_backend_are_those_of_the_specification(case: Case) -
         return {name: tensor.grad for name, tensor in t.items()}
 
     wanted = gradients("reference")
-    for backend in accepting(case, torch.float64):
+    takes_no_gradient_of_a_bias = {"native"} if case.bias is not None else set()
+    for backend in set(accepting(case, torch.float64)) - takes_no_gradient_of_a_bias:
         for name, grad in gradients(backend).items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9, msg=lambda m: f"{backend} {name}: {m}")  # noqa: B023
 

@@ -149,7 +149,6 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     state: Tensor,
     start: Bound,
     stop: Bound,
@@ -161,11 +160,9 @@ def backward(
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, block by block from what the forward pass left."""
-    q, k, v, out, d_out = (_lined_up(t) for t in (q, k, v, out, d_out))
+    q, k, v, d_out = (_lined_up(t) for t in (q, k, v, d_out))
     (B, H, Q, _), K = q.shape, k.shape[2]
-    grads = [torch.empty_like(t) for t in (q, k, v)]
-    grads = [t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in grads]
-    d_q, d_k, d_v = grads
+    d_q, d_k, d_v = (_lined_up(torch.empty_like(t)) for t in (q, k, v))
     bias = None if bias is None else bias.to(state.dtype)
     d_lse = None if d_lse is None else d_lse.to(state.dtype).contiguous()
     delta = torch.empty(B, H, Q, dtype=state.dtype)
@@ -180,8 +177,6 @@ def backward(
         v.data_ptr(),
         tuple(v.shape),
         v.stride(),
-        out.data_ptr(),
-        out.stride(),
         d_out.data_ptr(),
         d_out.stride(),
         d_q.data_ptr(),
@@ -255,7 +250,6 @@ def backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     state: Tensor,
     start: Tensor | None,
     stop: Tensor | None,
@@ -269,12 +263,12 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     drawn = 0 if seed is None else int(seed)
     bounds = _bounds(start, stop, ramps)
-    return backward(d_out, d_lse, q, k, v, out, state, *bounds, allowed, bias, scale, softcap, dropout, drawn)
+    return backward(d_out, d_lse, q, k, v, state, *bounds, allowed, bias, scale, softcap, dropout, drawn)
 
 
 @backward_op.register_fake
 def _(d_out, d_lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()) for t in (q, k, v))
+    return tuple(_lined_up(torch.empty_like(_lined_up(t))) for t in (q, k, v))
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -297,7 +291,7 @@ def _gradients(ctx, d_out, d_lse, _):  # type: ignore[no-untyped-def]
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_q, d_k, d_v = backward_op(
-        d_out, d_lse, q, k, v, out, state, start, stop, ramps, allowed, bias, seed, scale, softcap, dropout
+        d_out, d_lse, q, k, v, state, start, stop, ramps, allowed, bias, seed, scale, softcap, dropout
     )
     d_sinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
