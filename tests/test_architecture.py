@@ -23,6 +23,7 @@ ORDER = [
     ["edit"],
     ["terminal"],
     ["trace"],
+    ["weights.arrange", "weights.layouts", "weights.files", "weights.recognise", "weights", "nn"],
     [""],  # the package itself
     ["cli"],
     ["__main__"],

@@ -8,6 +8,7 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
+from multihead import nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.edit import ablate, patch
@@ -16,6 +17,7 @@ from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, W
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
 from multihead.trace import Trace, trace
+from multihead.weights import load_weights, save_weights
 
 __version__ = version("multihead")
 
@@ -38,6 +40,10 @@ __all__ = [
     "attend",
     "backend",
     "explain",
+    "load_weights",
+    "nn",
     "patch",
+    "save_weights",
     "trace",
+    "weights",
 ]

@@ -1,0 +1,314 @@
+"""A drop-in for `torch.nn.MultiheadAttention`: its signature, its meanings, its state_dict, computed by `mh.attend`.
+
+Everything here keeps torch's meanings: True in a bool mask hides, `is_causal` counts from the left, batches come
+second unless `batch_first`. What is different on purpose is listed, with a test for each line, in docs/nn.md.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multihead import steps
+from multihead.attend import attend
+from multihead.intervals import Frame, Visible, readable
+from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
+from multihead.sizes import describe
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with our attention inside. Arguments, attributes and state_dict are torch's.
+
+    >>> from multihead.nn import MultiheadAttention
+    >>> attention = MultiheadAttention(64, num_heads=8, batch_first=True)
+    >>> x = torch.randn(2, 5, 64)
+    >>> output, weights = attention(x, x, x, is_causal=True, average_attn_weights=False)
+    >>> output.shape, weights.shape
+    (torch.Size([2, 5, 64]), torch.Size([2, 8, 5, 5]))
+    """
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None  # what torch's own looks at
+        super()._reset_parameters()
+        _be_called(self)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch's, with N the batch, L the queries and S the keys.
+
+        Args:
+            query: (L,E) without a batch, (L,N,E), or (N,L,E) if `batch_first`.
+            key: (S,kdim), (S,N,kdim) or (N,S,kdim).
+            value: (S,vdim), (S,N,vdim) or (N,S,vdim).
+            key_padding_mask: (S,) without a batch, or (N,S). bool: True hides the key; floating: added to its scores.
+            need_weights: give the weights as well. It never changes the output, nor which kernel computes it.
+            attn_mask: (L,S), (N·H,L,S), or four axes that broadcast to (N,H,L,S). bool: True hides; floating: added.
+            average_attn_weights: give the mean of the weights over the heads.
+            is_causal: without `attn_mask`, query i sees keys 0…i; with one, the mask says it all.
+
+        Returns:
+            the output, of the shape of `query`, and the weights, (N,L,S) or (N,H,L,S), or None.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            if query is not key or key is not value or attn_mask is not None or key_padding_mask is not None:
+                raise ValueError("nested tensors: expected query, key and value to be the same one, and no mask")
+            if query.layout != torch.strided:
+                raise ValueError("nested tensors: expected the strided layout; pad jagged ones, with key_padding_mask=")
+            return self._forward_nested(query, need_weights, average_attn_weights, is_causal)
+        self._check(query, key, value)
+        batched = query.dim() == 3
+        axis = 1 if batched and not self.batch_first else 0  # of the batch
+
+        q, k, v = self._project(query, key, value)  # step 1
+        k, v, extra = self._extend(k, v, position_axis=1 if batched and axis == 0 else 0)
+        q_heads, k_heads, v_heads = (self._split(t if batched else t[None], axis) for t in (q, k, v))  # step 2
+        B, H, L, _ = q_heads.shape
+        visible, bias = read_masks(key_padding_mask, attn_mask, is_causal, (B, H, L, k_heads.shape[2]), extra, q)
+        dropout = self.dropout if self.training else 0.0
+        heads = attend(q_heads, k_heads, v_heads, visible, bias=bias, dropout=dropout)  # steps 3 and 4
+        assert isinstance(heads, Tensor)
+
+        transposed = steps.transpose_back(heads)  # step 5: (N, L, H, D)
+        merged = steps.concatenate(transposed.transpose(0, axis))  # step 6, in the layout of `query`
+        output = self.out_proj(merged if batched else merged[0])  # step 7
+        if not need_weights:
+            return output, None
+        weights = all_weights(q_heads, k_heads, visible, bias)
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+        return output, weights if batched else weights[0]
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Step 1: in one product where query, key and value are one tensor, as in self-attention."""
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None and query is key and key is value:
+            return F.linear(query, packed, bias).chunk(3, dim=-1)
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+
+    def _extend(self, k: Tensor, v: Tensor, position_axis: int) -> tuple[Tensor, Tensor, int]:
+        """The keys and values that every query sees: learned ones (`add_bias_kv`) and zeros (`add_zero_attn`)."""
+        if self.bias_k is None and not self.add_zero_attn:
+            return k, v, 0
+        extended = []
+        for t, learned in ((k, self.bias_k), (v, self.bias_v)):
+            one = [1 if n == position_axis else size for n, size in enumerate(t.shape)]
+            more = [] if learned is None else [learned.view(-1).to(t.dtype).expand(one)]
+            more += [t.new_zeros(one)] if self.add_zero_attn else []
+            extended.append(torch.cat([t, *more], dim=position_axis))
+        return extended[0], extended[1], len(more)
+
+    def _split(self, t: Tensor, batch_axis: int) -> Tensor:
+        """Step 2: (N, S, E) or (S, N, E) -> (N, H, S, D)."""
+        return steps.split(t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, batch_axis))
+
+    def _forward_nested(
+        self, x: Tensor, need_weights: bool, average: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention over rows of different lengths, such as `nn.TransformerEncoder` makes of a padded batch."""
+        padded = x.to_padded_tensor(0.0)
+        lengths = x._nested_tensor_size()[:, 0].to(x.device)
+        real = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
+        longest = real.shape[1]
+        causal = ~Causal().dense(longest, longest, x.device) if is_causal else None
+        axes = (padded, padded, padded) if self.batch_first else (padded.transpose(0, 1),) * 3
+        output, weights = self.forward(*axes, ~real, need_weights, causal, average)
+        output = output if self.batch_first else output.transpose(0, 1)
+        return torch._nested_tensor_from_mask(output, real, mask_check=False), weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        batch, row = ("(N,L,E)", "(N,S,") if self.batch_first else ("(L,N,E)", "(S,N,")
+        if query.dim() not in (2, 3):
+            raise ValueError(f"query has shape {tuple(query.shape)}: expected (L,E), or {batch} with a batch")
+        position, second = (0, None) if query.dim() == 2 else (1, 0) if self.batch_first else (0, 1)
+        batch, row = ("(L,E)", "(S,") if second is None else (batch, row)
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        plain = type(weight) in (Tensor, nn.Parameter) and not torch.is_autocast_enabled(query.device.type)
+        for name, t, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            axes = f"{row}{'kdim' if name == 'key' else 'vdim'})" if t is not query else batch
+            if t.dim() != query.dim():
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: expected {axes}, since query is {query.dim()}-D")
+            if t.shape[-1] != width:
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: expected a last axis of {width}, as {axes}")
+            if second is not None and t.shape[second] != query.shape[second]:
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: expected a batch of N={query.shape[second]}")
+            if plain and (t.dtype, t.device) != (weight.dtype, weight.device):
+                raise ValueError(f"{name} is {describe(t)}, but the weights are {weight.dtype} on {weight.device}")
+        if key.shape[position] != value.shape[position]:
+            raise ValueError(
+                f"key has S={key.shape[position]} positions but value has {value.shape[position]}: expected as many"
+            )
+
+
+def _be_called(attention: nn.MultiheadAttention) -> None:
+    """Make `nn.TransformerEncoderLayer` call the module: in inference it computes attention itself where it can."""
+    attention._qkv_same_embed_dim = False
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def all_weights(q: Tensor, k: Tensor, visible: Visible, bias: Tensor | None) -> Tensor:
+    """Step 3 as written, beside the kernel: the weights (N, H, L, S) before dropout, in the dtype of q."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    allowed = None if visible.is_everything else visible.allowed(q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = steps.score(q.to(exact), k.to(exact), q.shape[-1] ** -0.5)
+        masked = steps.hide(scores, allowed=allowed, bias=None if bias is None else bias.to(exact))
+        return steps.weigh(masked)[0].to(q.dtype)
+
+
+# Masks in torch's meaning ---------------------------------------------------------------------------------------------
+
+
+def read_masks(
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    shape: tuple[int, int, int, int],
+    extra: int,
+    q: Tensor,
+) -> tuple[Visible, Tensor | None]:
+    """What torch's three mask arguments let each query see, and what they add to the scores.
+
+    `shape` is (N, H, L, S + extra): of the keys, the last `extra` are seen by every query.
+    """
+    B, H, L, S = shape
+    S -= extra
+    frame = Frame(L, S, q.device, position=0)  # torch counts from the left: query i stands at key i
+    mask: Mask | None = Causal() if is_causal and attn_mask is None else None
+    bias: Tensor | None = None
+    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if given is None:
+            continue
+        t = _four_axes(name, given, B, H, L, S).to(q.device)
+        hidden = _as_hidden(t)
+        if hidden is None:
+            bias = t if bias is None else bias + t
+        else:
+            part = _as_mask(hidden, S)
+            mask = part if mask is None else mask & part
+    visible = lower(mask, frame, B, H)
+    if not extra:
+        return visible, bias
+    if not visible.is_everything:
+        allowed = F.pad(visible.allowed(q.device), (0, extra), value=True)
+        visible = Allowed(allowed).lower(Frame(L, S + extra, q.device, position=0))
+    else:
+        visible = Frame(L, S + extra, q.device, position=0).everything
+    return visible, None if bias is None else F.pad(bias.expand(*bias.shape[:-1], S), (0, extra))
+
+
+def _four_axes(name: str, t: Tensor, B: int, H: int, L: int, S: int) -> Tensor:
+    """`t` so that it broadcasts to (N, H, L, S)."""
+    if not isinstance(t, Tensor) or not (t.dtype == torch.bool or t.dtype.is_floating_point):
+        what = describe(t) if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{name} is {what}: expected a bool tensor, True = hidden, or a floating one to be added")
+    shape = tuple(t.shape)
+    if name == "key_padding_mask":
+        if shape != (B, S) and not (B == 1 and shape == (S,)):
+            raise ValueError(f"key_padding_mask has shape {shape}: expected (N,S)={(B, S)}, or (S,) without a batch")
+        return t.view(B, 1, 1, S)
+    if t.dim() == 4:
+        check_broadcast(name, t, (B, H, L, S), "(N,H,L,S)")
+        return t
+    if shape == (L, S):
+        return t.view(1, 1, L, S)
+    if shape == (B * H, L, S):
+        return t.view(B, H, L, S)
+    raise ValueError(
+        f"attn_mask has shape {shape}: expected (L,S)={(L, S)}, (N·H,L,S)={(B * H, L, S)}, "
+        f"or four axes that broadcast to (N,H,L,S)={(B, H, L, S)}"
+    )
+
+
+def _as_hidden(t: Tensor) -> Tensor | None:
+    """A bool mask, as it is or from a floating one of 0 and −inf only (as `nn.Transformer` makes them); else None."""
+    if t.dtype == torch.bool:
+        return t
+    if t.requires_grad or not readable(t):
+        return None
+    hidden = t == -torch.inf
+    return hidden if bool((hidden | (t == 0)).all()) else None
+
+
+def _as_mask(hidden: Tensor, S: int) -> Mask:
+    """What `hidden` leaves to be seen: as intervals where it is padding at the right or causal, else as it is."""
+    seen = ~hidden
+    if readable(seen):
+        B, H, L, keys = seen.shape
+        if L == H == 1 and keys == S > 0 and torch.equal(seen, seen.cummin(-1).values):
+            return Padding(seen.sum(-1).view(B))
+        if B == H == 1 and L == keys == S and torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril()):
+            return Causal()
+    return Allowed(seen)
+
+
+# Swapping -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `replace` did, by the names of the modules."""
+
+    replaced: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # why not
+    nested_off: list[str] = field(default_factory=list)  # encoders that no longer make nested tensors
+
+    def __str__(self) -> str:
+        lines = [f"replaced {len(self.replaced)} of {len(self.replaced) + len(self.left)} nn.MultiheadAttention"]
+        lines += [f"  {name or '(the model)'}" for name in self.replaced]
+        lines += [f"left {name or '(the model)'}: {why}" for name, why in self.left.items()]
+        lines += [f"{name or '(the model)'}: nested tensors turned off" for name in self.nested_off]
+        return "\n".join(lines)
+
+
+def replace(model: nn.Module) -> Report:
+    """Swap every `nn.MultiheadAttention` in `model` for ours, in place, the model itself included.
+
+    Each module stays the object it was, with its parameters, hooks, device, dtype and mode; only what it computes with
+    changes. Subclasses, and modules whose `forward` was replaced, are left as they are and reported.
+
+    >>> from multihead.nn import replace
+    >>> model = torch.nn.Transformer(32, nhead=4, num_encoder_layers=1, num_decoder_layers=1, batch_first=True)
+    >>> print(replace(model))
+    replaced 3 of 3 nn.MultiheadAttention
+      encoder.layers.0.self_attn
+      decoder.layers.0.self_attn
+      decoder.layers.0.multihead_attn
+    encoder: nested tensors turned off
+    """
+    report = Report()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):
+            continue
+        if type(module) is not nn.MultiheadAttention:
+            report.left[name] = f"a subclass, {type(module).__name__}, with a forward of its own"
+        elif "forward" in vars(module):
+            report.left[name] = "its forward was replaced on the object"
+        else:
+            module.__class__ = MultiheadAttention
+            _be_called(module)
+            report.replaced.append(name)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder) and _nests_ours(module):
+            module.use_nested_tensor = False
+            report.nested_off.append(name)
+    return report
+
+
+def _nests_ours(encoder: nn.TransformerEncoder) -> bool:
+    layers: list[Any] = list(encoder.layers)
+    ours = any(isinstance(getattr(layer, "self_attn", None), MultiheadAttention) for layer in layers)
+    return ours and getattr(encoder, "use_nested_tensor", False)
