@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import multihead as mh
