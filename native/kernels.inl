@@ -5,6 +5,7 @@
 #include "few.inl"
 #include "forward.inl"
 #include "kernels.h"
+#include "linear.inl"
 #include "merge.inl"
 
 namespace multihead {
@@ -21,11 +22,22 @@ index backward_scratch(const Plan& plan) {
   return a > b ? a : b;
 }
 
+// clang-format off
 template <class A>
 constexpr Kernels kernels_of = {
-    Forward<A>::Lanes, Few<A>::most_rows, Forward<A>::block_rows, scratch_bytes<A>,        Forward<A>::run,
-    Few<A>::run,       merge<A>,          backward_scratch<A>,    BackwardQueries<A>::run, BackwardKeys<A>::run,
+    Forward<A>::Lanes,
+    Few<A>::most_rows,
+    Forward<A>::block_rows,
+    scratch_bytes<A>,
+    Forward<A>::run,
+    Few<A>::run,
+    merge<A>,
+    backward_scratch<A>,
+    BackwardQueries<A>::run,
+    BackwardKeys<A>::run,
+    linear<A>,
 };
+// clang-format on
 
 }  // namespace
 }  // namespace multihead

@@ -40,7 +40,7 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
   if (count < threads) threads = static_cast<int>(count);
   if (threads <= 1 || forked.load(std::memory_order_relaxed) || omp_in_parallel()) {
     void* own = scratch.at_least(scratch_bytes);
-    if (!own) return false;
+    if (!own && scratch_bytes) return false;
     for (index i = 0; i < count; ++i) task(context, i, own);
     return true;
   }
@@ -49,7 +49,7 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
 #pragma omp parallel num_threads(threads)
   {
     void* own = scratch.at_least(scratch_bytes);
-    if (!own) {
+    if (!own && scratch_bytes) {
       enough.store(false, std::memory_order_relaxed);
     } else {
       for (index i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i, own);
