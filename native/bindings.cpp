@@ -114,12 +114,21 @@ void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, 
                 nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
                 nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
                 nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
-                double dropout, std::uint64_t seed, Address state, const std::string& isa) {
+                double dropout, std::uint64_t seed, Address state, Address entropy, nb::handle top,
+                const std::string& isa) {
   Plan plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, out, out_strides, dtype,
                       scale, start, stop, allowed, bias, softcap, dropout, seed);
   plan.lse = reinterpret_cast<void*>(lse);
   plan.state = reinterpret_cast<void*>(state);
   plan.sinks = reinterpret_cast<const void*>(sinks);
+  plan.statistics.entropy = reinterpret_cast<void*>(entropy);
+  if (!top.is_none()) {
+    const Integers<3> wanted(top, "top");  // (address of weights, address of keys, how many)
+    if (wanted[2] < 1) refuse("top must ask for at least one key");
+    plan.statistics.weights = reinterpret_cast<void*>(wanted[0]);
+    plan.statistics.keys = reinterpret_cast<std::int64_t*>(wanted[1]);
+    plan.statistics.count = wanted[2];
+  }
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   attend(plan, chosen, threads);
@@ -216,7 +225,7 @@ NB_MODULE(_native, module) {
              nb::arg("out"), nb::arg("out_strides"), nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"),
              nb::arg("lse") = 0, nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(),
              nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
-             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0,
+             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0, nb::arg("entropy") = 0, nb::arg("top") = nb::none(),
              nb::arg("isa") = "", "Attention over raw addresses: see native/README.md.");
   module.def("backward", backward_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
              nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),

@@ -13,7 +13,8 @@ namespace {
 
 template <class A>
 index scratch_bytes(const Plan& plan) {
-  return plan.sizes.rows() <= Few<A>::most_rows ? Few<A>::scratch_bytes(plan) : Forward<A>::scratch_bytes(plan);
+  const index few = Few<A>::scratch_bytes(plan), block = Forward<A>::scratch_bytes(plan);
+  return few > block ? few : block;
 }
 
 template <class A>
