@@ -13,7 +13,7 @@ struct Run {
   const Plan* plan;
   const Kernels* kernels;
   const Task* tasks;
-  bool few;  // rows so few that the width of a head lies in the lanes
+  bool few;                            // rows so few that the width of a head lies in the lanes
   const void* const* parts = nullptr;  // for merging: `splits` of each task
   index splits = 1;
 };

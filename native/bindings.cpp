@@ -225,8 +225,9 @@ NB_MODULE(_native, module) {
              nb::arg("out"), nb::arg("out_strides"), nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"),
              nb::arg("lse") = 0, nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(),
              nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
-             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0, nb::arg("entropy") = 0, nb::arg("top") = nb::none(),
-             nb::arg("isa") = "", "Attention over raw addresses: see native/README.md.");
+             nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0,
+             nb::arg("entropy") = 0, nb::arg("top") = nb::none(), nb::arg("isa") = "",
+             "Attention over raw addresses: see native/README.md.");
   module.def("backward", backward_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
              nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
              nb::arg("d_out"), nb::arg("d_out_strides"), nb::arg("d_q"), nb::arg("d_q_strides"), nb::arg("d_k"),

@@ -62,8 +62,8 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   const Sizes& s = plan.sizes;
   const Kernels& kernels = *isa.f32;
   const index rows = s.B * s.Q, seen = s.B * s.K;
-  const bool self = layer.context == layer.x && layer.context_batch == layer.x_batch && layer.context_row == layer.x_row &&
-                    s.K == s.Q && layer.C == layer.E;
+  const bool self = layer.context == layer.x && layer.context_batch == layer.x_batch &&
+                    layer.context_row == layer.x_row && s.K == s.Q && layer.C == layer.E;
   Padded x(rows, layer.E), context(self ? 0 : seen, self ? 0 : layer.C), merged(rows, s.H * s.V);
   x.fill(layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E);
   if (!self) context.fill(layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C);

@@ -1,5 +1,5 @@
-// y = x W^T + b for a few rows of x, with W (outputs, inputs) as nn.Linear holds it: bound by the reading of W, which is
-// neither packed nor copied, so that nothing is stale when training changes it.
+// y = x W^T + b for a few rows of x, with W (outputs, inputs) as nn.Linear holds it: bound by the reading of W, which
+// is neither packed nor copied, so that nothing is stale when training changes it.
 #pragma once
 
 #include "dots.inl"

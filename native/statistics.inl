@@ -16,9 +16,9 @@ struct Observer {
   using F = typename A::F;
   static constexpr int W = A::W, Lanes = A::NR * A::W;
 
-  T* spread;          // (lanes): sum of weight * log2(weight), both relative to the shift
-  T* best;            // (lanes, n): the largest scores, falling
-  std::int64_t* keys; // (lanes, n): theirs
+  T* spread;           // (lanes): sum of weight * log2(weight), both relative to the shift
+  T* best;             // (lanes, n): the largest scores, falling
+  std::int64_t* keys;  // (lanes, n): theirs
 
   static index bytes(const Statistics& s) {
     return Lanes * static_cast<index>(sizeof(T)) * (1 + s.count) + Lanes * s.count * 8 + 3 * 64;
