@@ -13,14 +13,14 @@ struct Run {
   const Plan* plan;
   const Kernels* kernels;
   const Task* tasks;
+  bool few;                            // rows so few that the width of a head lies in the lanes
   const void* const* parts = nullptr;  // for merging: `splits` of each task
   index splits = 1;
 };
 
 void run_one(const void* context, index i, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
-  const bool few = run.plan->sizes.rows() <= run.kernels->few;
-  (few ? run.kernels->attend_few : run.kernels->attend_block)(*run.plan, run.tasks[i], scratch);
+  (run.few ? run.kernels->attend_few : run.kernels->attend_block)(*run.plan, run.tasks[i], scratch);
 }
 
 void merge_one(const void* context, index i, void*) {
@@ -77,8 +77,10 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   const double work = double(s.B) * s.H * s.Q * s.K * (s.D + s.V);
   if (work < worth_waking) threads = 1;
 
+  const bool whole = plan.statistics.wanted();  // they are kept per row, and not merged
+  const bool few = !whole && rows <= kernels.few;
   const index most = kernels.block_rows(s), lanes = kernels.lanes;
-  const index part = std::max<index>(1, part_keys(s, most, rows <= kernels.few)),
+  const index part = std::max<index>(1, whole ? s.K : part_keys(s, most, few)),
               splits = s.K ? (s.K + part - 1) / part : 1;
   index block = most;  // rows are independent of their neighbours, so that blocks may shrink to occupy every thread
   while (block > lanes && pairs * splits * ((rows + block - 1) / block) < 4 * threads) block -= lanes;
@@ -91,7 +93,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
       for (index row = 0; row < rows; row += block)
         tasks.push_back({pair / s.G, pair % s.G, row, std::min(block, rows - row), 0, s.K, nullptr});
     if (threads > 1) longest_first(plan, tasks);
-    run(threads, static_cast<index>(tasks.size()), scratch, run_one, {&plan, &kernels, tasks.data()});
+    run(threads, static_cast<index>(tasks.size()), scratch, run_one, {&plan, &kernels, tasks.data(), few});
     return;
   }
 
@@ -102,15 +104,15 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   std::vector<char> sums(static_cast<std::size_t>(wave * splits * part_bytes));
   for (index pair = 0; pair < pairs; pair += wave) {
     const index count = std::min(wave, pairs - pair);
-    std::vector<Task> whole;
+    std::vector<Task> merged;
     std::vector<const void*> parts;
     tasks.clear();
     for (index p = 0; p < count; ++p) {
       const index b = (pair + p) / s.G, g = (pair + p) % s.G;
       for (index row = 0; row < rows; row += block) {
-        whole.push_back({b, g, row, std::min(block, rows - row), 0, s.K, nullptr});
+        merged.push_back({b, g, row, std::min(block, rows - row), 0, s.K, nullptr});
         for (index i = 0; i < splits; ++i) {
-          Task task = whole.back();
+          Task task = merged.back();
           task.key = i * part, task.keys = std::min(part, s.K - task.key);
           task.partial = sums.data() + (p * splits + i) * part_bytes + row * (s.V + 2) * number;
           parts.push_back(task.partial);
@@ -118,10 +120,10 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
         }
       }
     }
-    Run context{&plan, &kernels, tasks.data()};
+    Run context{&plan, &kernels, tasks.data(), few};
     run(threads, static_cast<index>(tasks.size()), scratch, run_one, context);
-    context.tasks = whole.data(), context.parts = parts.data(), context.splits = splits;
-    const index merges = static_cast<index>(whole.size());
+    context.tasks = merged.data(), context.parts = parts.data(), context.splits = splits;
+    const index merges = static_cast<index>(merged.size());
     run(double(merges) * splits * s.V < worth_waking ? 1 : threads, merges, 0, merge_one, context);
   }
 }

@@ -10,6 +10,7 @@
 #include "backward.h"
 #include "dispatch.h"
 #include "features.h"
+#include "layer.h"
 
 namespace nb = nanobind;
 
@@ -113,12 +114,21 @@ void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, 
                 nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
                 nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
                 nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
-                double dropout, std::uint64_t seed, Address state, const std::string& isa) {
+                double dropout, std::uint64_t seed, Address state, Address entropy, nb::handle top,
+                const std::string& isa) {
   Plan plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, out, out_strides, dtype,
                       scale, start, stop, allowed, bias, softcap, dropout, seed);
   plan.lse = reinterpret_cast<void*>(lse);
   plan.state = reinterpret_cast<void*>(state);
   plan.sinks = reinterpret_cast<const void*>(sinks);
+  plan.statistics.entropy = reinterpret_cast<void*>(entropy);
+  if (!top.is_none()) {
+    const Integers<3> wanted(top, "top");  // (address of weights, address of keys, how many)
+    if (wanted[2] < 1) refuse("top must ask for at least one key");
+    plan.statistics.weights = reinterpret_cast<void*>(wanted[0]);
+    plan.statistics.keys = reinterpret_cast<std::int64_t*>(wanted[1]);
+    plan.statistics.count = wanted[2];
+  }
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   attend(plan, chosen, threads);
@@ -144,6 +154,45 @@ void backward_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   backward(g, chosen, threads);
+}
+
+// (address, row stride, bias address or 0)
+Projection projection(nb::handle given, const char* name) {
+  const Integers<3> at(given, name);
+  return {reinterpret_cast<const float*>(at[0]), at[1], reinterpret_cast<const float*>(at[2])};
+}
+
+void layer_raw(Address x, nb::handle x_shape, nb::handle x_strides, Address context, nb::handle context_shape,
+               nb::handle context_strides, nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle heads,
+               Address y, double scale, int threads, nb::handle start, nb::handle stop, nb::handle allowed,
+               nb::handle bias, Address sinks, double softcap, const std::string& isa) {
+  const Integers<3> xs(x_shape, "x_shape"), cs(context_shape, "context_shape");
+  const Integers<3> x_at(x_strides, "x_strides"), c_at(context_strides, "context_strides");
+  const Integers<4> sizes(heads, "heads");  // H, G, D, V
+  if ((x_at[2] != 1 && xs[2] > 1) || (c_at[2] != 1 && cs[2] > 1)) refuse("x must be contiguous along its last axis");
+  for (int i = 0; i < 4; ++i)
+    if (sizes[i] < 1) refuse("heads must be four positive sizes: H, G, D, V");
+  if (xs[0] != cs[0]) refuse("x and context differ in B");
+  if (sizes[0] % sizes[1]) refuse("G does not divide H");
+  Layer layer;
+  layer.plan.sizes = {xs[0], sizes[0], sizes[1], xs[1], cs[1], sizes[2], sizes[3]};
+  layer.plan.start = bound(start, 0, "start");
+  layer.plan.stop = bound(stop, cs[1], "stop");
+  layer.plan.allowed = dense(allowed, "allowed");
+  layer.plan.bias = dense(bias, "bias");
+  layer.plan.sinks = reinterpret_cast<const void*>(sinks);
+  layer.plan.scale = scale, layer.plan.softcap = softcap;
+  if (!(softcap >= 0)) refuse("softcap must be positive, or 0 for none");
+  layer.E = xs[2], layer.C = cs[2];
+  layer.x = reinterpret_cast<const float*>(x), layer.context = reinterpret_cast<const float*>(context);
+  layer.x_batch = x_at[0], layer.x_row = x_at[1];
+  layer.context_batch = c_at[0], layer.context_row = c_at[1];
+  layer.q = projection(q, "q"), layer.k = projection(k, "k");
+  layer.v = projection(v, "v"), layer.o = projection(o, "o");
+  layer.y = reinterpret_cast<float*>(y);
+  const Isa& chosen = choose(isa);
+  nb::gil_scoped_release release;
+  run_layer(layer, chosen, threads);
 }
 
 }  // namespace
@@ -177,7 +226,8 @@ NB_MODULE(_native, module) {
              nb::arg("lse") = 0, nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(),
              nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
              nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0,
-             nb::arg("isa") = "", "Attention over raw addresses: see native/README.md.");
+             nb::arg("entropy") = 0, nb::arg("top") = nb::none(), nb::arg("isa") = "",
+             "Attention over raw addresses: see native/README.md.");
   module.def("backward", backward_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
              nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
              nb::arg("d_out"), nb::arg("d_out_strides"), nb::arg("d_q"), nb::arg("d_q_strides"), nb::arg("d_k"),
@@ -186,4 +236,10 @@ NB_MODULE(_native, module) {
              nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
              nb::arg("bias") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0,
              nb::arg("isa") = "", "The gradients of attend: see native/README.md.");
+  module.def("layer", layer_raw, nb::arg("x"), nb::arg("x_shape"), nb::arg("x_strides"), nb::arg("context"),
+             nb::arg("context_shape"), nb::arg("context_strides"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::arg("o"), nb::arg("heads"), nb::arg("y"), nb::arg("scale"), nb::arg("threads"),
+             nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
+             nb::arg("bias") = nb::none(), nb::arg("sinks") = 0, nb::arg("softcap") = 0.0, nb::arg("isa") = "",
+             "The whole layer for a few tokens, fp32: see native/README.md.");
 }

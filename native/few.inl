@@ -2,6 +2,7 @@
 // in the vector lanes, and each key and value is read once for all rows of the group.
 #pragma once
 
+#include "dots.inl"
 #include "scores.inl"
 #include "tile.inl"
 #include "weights.inl"
@@ -96,39 +97,16 @@ class Few {
     for (int r = 0; r < task.rows; ++r) finish(r);
   }
 
-  // scores[r][key] = q_r . k_key: W sums at a time, so that folding their lanes gives one vector.
+  // scores[r][key] = q_r . k_key.
   template <int R>
   void score(const T* k, index stride, index keys) {
     constexpr int at_once = W / R;
-    const index D = plan.sizes.D, whole = D / W * W, step = padded(D);
-    const int rest = static_cast<int>(D - whole);
+    const index step = padded(plan.sizes.D);
     for (index key = 0; key < keys; key += at_once) {
       const T* from[at_once];
       for (int i = 0; i < at_once; ++i) from[i] = k + (key + i < keys ? key + i : keys - 1) * stride;
-      F sum[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) sum[i] = F{};
-      for (index d = 0; d < whole; d += W) {
-        F queries[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) queries[r] = A::load(q + r * step + d);
-#pragma GCC unroll 16
-        for (int i = 0; i < at_once; ++i) {
-          const F x = A::load(from[i] + d);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r * at_once + i] = A::fma(x, queries[r], sum[r * at_once + i]);
-        }
-      }
-      if (rest)
-        for (int i = 0; i < at_once; ++i) {
-          const F x = A::load_some(from[i] + whole, rest);
-          for (int r = 0; r < R; ++r) {
-            F& into = sum[r * at_once + i];
-            into = A::fma(x, A::load(q + r * step + whole), into);
-          }
-        }
       T sums[W];
-      A::store(sums, A::sums(sum));
+      A::store(sums, dots<A, R>(from, q, step, plan.sizes.D));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
         std::memcpy(scores + r * (tile_keys + W) + key, sums + r * at_once, sizeof(T) * at_once);

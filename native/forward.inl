@@ -3,6 +3,7 @@
 
 #include "product.inl"
 #include "scores.inl"
+#include "statistics.inl"
 #include "strip.inl"
 #include "tile.inl"
 #include "weights.inl"
@@ -86,7 +87,8 @@ class Forward {
     const index strips = block_rows(s) / Lanes;
     const index numbers =
         strips * Lanes * (s.D + s.V + 3) + tile_keys * (3 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
-    return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
+    const index watching = plan.statistics.wanted() ? strips * (Observer<A>::bytes(plan.statistics) + 128) : 0;
+    return watching + numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
            strips * static_cast<index>(sizeof(Strip<A>));
   }
 
@@ -96,6 +98,7 @@ class Forward {
   const Plan& plan;
   const Task& task;
   Strip<A>* strips;
+  Observer<A>* observers;  // one for each strip, where statistics are wanted
   int count = 0;
   T *scores, *staged, *visible, *k_copy, *v_copy, *rowwise, *factor;
   const T *k_rows, *v_rows;
@@ -126,6 +129,9 @@ class Forward {
       strip.total = arena.take<T>(Lanes);
     }
     unit = score_unit<T>(plan);
+    if (!plan.statistics.wanted()) return;
+    observers = arena.take<Observer<A>>(count);
+    for (int i = 0; i < count; ++i) observers[i].begin(plan.statistics, arena);
   }
 
   void attend() {
@@ -188,6 +194,8 @@ class Forward {
       poisoned = hidden && !hidden_finite(strip, key, keys, v, dense == Seen::some || plan.bias.data);
     }
     MixGroups<A, NR> into{v, v_stride, scores, keys, strip.mixed, {}};
+    if (plan.statistics.wanted())
+      observers[&strip - strips].template look<NR>(plan.statistics, strip, key, keys, scores, unit, score.top);
     weigh<NR>(strip, keys, score.top, into.decay);
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
     if (poisoned)
@@ -243,7 +251,10 @@ class Forward {
       const index h = strip.head[lane];
       const Ending<T> end = ending<T>(plan, h, strip.shift[lane], strip.total[lane]);
       factor[lane] = end.factor;
-      if (lane < strip.rows) end.save(plan, task.b, h, strip.query[lane]);
+      if (lane >= strip.rows) continue;
+      end.save(plan, task.b, h, strip.query[lane]);
+      if (plan.statistics.wanted())
+        observers[&strip - strips].write(plan, task.b, h, strip.query[lane], lane, end, strip.total[lane], unit);
     }
     strip.write(strip.mixed, plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
       return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);

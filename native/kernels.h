@@ -5,6 +5,19 @@
 
 namespace multihead {
 
+// y = x W^T + b over a few rows. Rows of x are padded with zeros to a multiple of 16 numbers, and there is room to read
+// three more rows than there are.
+struct Linear {
+  const void* x;
+  index x_row, rows;
+  const void* weight;
+  index weight_row;
+  const void* bias;
+  index inputs, outputs;
+  void* y;
+  index y_row;
+};
+
 struct Kernels {
   index lanes;                          // query rows side by side in vectors
   index few;                            // at most this many rows go to attend_few
@@ -16,6 +29,7 @@ struct Kernels {
   index (*backward_scratch)(const Plan&);
   void (*backward_queries)(const Gradients&, const Task&, void* scratch);
   void (*backward_keys)(const Gradients&, const Task&, void* scratch);
+  void (*linear)(const Linear&, index first, index last);  // outputs [first, last)
 };
 
 struct Isa {

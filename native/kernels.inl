@@ -5,6 +5,7 @@
 #include "few.inl"
 #include "forward.inl"
 #include "kernels.h"
+#include "linear.inl"
 #include "merge.inl"
 
 namespace multihead {
@@ -12,7 +13,8 @@ namespace {
 
 template <class A>
 index scratch_bytes(const Plan& plan) {
-  return plan.sizes.rows() <= Few<A>::most_rows ? Few<A>::scratch_bytes(plan) : Forward<A>::scratch_bytes(plan);
+  const index few = Few<A>::scratch_bytes(plan), block = Forward<A>::scratch_bytes(plan);
+  return few > block ? few : block;
 }
 
 template <class A>
@@ -21,11 +23,22 @@ index backward_scratch(const Plan& plan) {
   return a > b ? a : b;
 }
 
+// clang-format off
 template <class A>
 constexpr Kernels kernels_of = {
-    Forward<A>::Lanes, Few<A>::most_rows, Forward<A>::block_rows, scratch_bytes<A>,        Forward<A>::run,
-    Few<A>::run,       merge<A>,          backward_scratch<A>,    BackwardQueries<A>::run, BackwardKeys<A>::run,
+    Forward<A>::Lanes,
+    Few<A>::most_rows,
+    Forward<A>::block_rows,
+    scratch_bytes<A>,
+    Forward<A>::run,
+    Few<A>::run,
+    merge<A>,
+    backward_scratch<A>,
+    BackwardQueries<A>::run,
+    BackwardKeys<A>::run,
+    linear<A>,
 };
+// clang-format on
 
 }  // namespace
 }  // namespace multihead

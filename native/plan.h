@@ -49,6 +49,16 @@ struct Dense {
   index batch = 0, head = 0, query = 0, key = 0;
 };
 
+// Statistics of the weights, each contiguous, of the kernel's number type; null or 0 where not wanted.
+struct Statistics {
+  void* entropy = nullptr;       // (B,H,Q), in nats
+  void* weights = nullptr;       // (B,H,Q,count): the largest weights, falling
+  std::int64_t* keys = nullptr;  // (B,H,Q,count): their keys, -1 where a query sees fewer; ties: the lowest key first
+  index count = 0;
+
+  bool wanted() const { return entropy || count; }
+};
+
 struct Plan {
   Sizes sizes;
   Type type = Type::f32;
@@ -61,6 +71,7 @@ struct Plan {
   const void* sinks = nullptr;  // (H,); double for f64, else float
   double scale = 1, softcap = 0, dropout = 0;
   std::uint64_t seed = 0;
+  Statistics statistics;
 
   bool plain() const { return !allowed.data && !bias.data && softcap == 0 && scale > 0; }
 };

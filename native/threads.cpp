@@ -1,6 +1,8 @@
 #include "threads.h"
 
+#ifdef _OPENMP
 #include <omp.h>
+#endif
 #include <pthread.h>
 
 #include <atomic>
@@ -34,13 +36,21 @@ class Scratch {
 
 thread_local Scratch scratch;
 
+bool inside_parallel() {
+#ifdef _OPENMP
+  return omp_in_parallel();
+#else
+  return true;  // built without OpenMP: serial
+#endif
+}
+
 }  // namespace
 
 bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction task, const void* context) {
   if (count < threads) threads = static_cast<int>(count);
-  if (threads <= 1 || forked.load(std::memory_order_relaxed) || omp_in_parallel()) {
+  if (threads <= 1 || forked.load(std::memory_order_relaxed) || inside_parallel()) {
     void* own = scratch.at_least(scratch_bytes);
-    if (!own) return false;
+    if (!own && scratch_bytes) return false;
     for (index i = 0; i < count; ++i) task(context, i, own);
     return true;
   }
@@ -49,7 +59,7 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
 #pragma omp parallel num_threads(threads)
   {
     void* own = scratch.at_least(scratch_bytes);
-    if (!own) {
+    if (!own && scratch_bytes) {
       enough.store(false, std::memory_order_relaxed);
     } else {
       for (index i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i, own);
