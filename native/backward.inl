@@ -8,9 +8,12 @@ namespace multihead {
 namespace {
 
 // dq of a block of query rows: queries in lanes, as in the forward pass. A first sweep over the keys finds what each
-// row subtracts, delta = sum of weight * d_weight - d_lse. d_out . out is the same number in exact arithmetic and needs
-// no sweep, but its rounding errors are not those of the d_weights it is subtracted from: gradients of peaked rows,
-// which are small differences, were up to four times as far off as the plain implementation's.
+// row subtracts, delta = (sum of weight * d_weight) / (sum of weights) - d_lse. d_out . out is the same number in exact
+// arithmetic and needs no sweep, but its rounding errors are not those of the d_weights it is subtracted from:
+// gradients of peaked rows, which are small differences, were up to four times as far off as the plain
+// implementation's. The weights add up to 1 only as far as scores are rounded here as in the forward pass (few rows
+// take another order of summation there); dividing both by their own sum takes that out: it was up to ten times the
+// plain error at scores of 100.
 template <class A>
 class BackwardQueries {
  public:
@@ -22,9 +25,9 @@ class BackwardQueries {
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
     const index strips = Forward<A>::block_rows(s) / Lanes;
-    const index numbers = strips * Lanes * (2 * s.D + s.V + 3) + tile_keys * (5 * Lanes + s.D + s.V) +
+    const index numbers = strips * Lanes * (2 * s.D + s.V + 4) + tile_keys * (5 * Lanes + s.D + s.V) +
                           W * Forward<A>::row_width(s) + Lanes;
-    return (numbers * static_cast<index>(sizeof(T))) + (strips * 6 + 16) * 64 +
+    return (numbers * static_cast<index>(sizeof(T))) + (strips * 7 + 16) * 64 +
            strips * static_cast<index>(sizeof(Strip<A>) + 4 * sizeof(T*));
   }
 
@@ -33,7 +36,7 @@ class BackwardQueries {
  private:
   struct Piece {
     Strip<A> strip;
-    T *d_out, *d_q, *factor, *delta;  // (V, lanes), (D, lanes), (lanes), (lanes)
+    T *d_out, *d_q, *factor, *delta, *mass;  // (V, lanes), (D, lanes), then (lanes) each
   };
 
   const Gradients& g;
@@ -69,6 +72,7 @@ class BackwardQueries {
       strip.shift = arena.take<T>(Lanes);
       piece.factor = arena.take<T>(Lanes);
       piece.delta = arena.take<T>(Lanes);
+      piece.mass = arena.take<T>(Lanes);
       strip.bound(plan, task);
       strip.pack(plan.q, plan.type, task.b, s.D, rowwise, strip.q);
       strip.pack(g.d_out, plan.type, task.b, s.V, rowwise, piece.d_out);
@@ -77,7 +81,8 @@ class BackwardQueries {
         const index at = (task.b * s.H + strip.head[lane]) * s.Q + strip.query[lane];
         strip.shift[lane] = static_cast<const T*>(plan.state)[2 * at];
         piece.factor[lane] = static_cast<const T*>(plan.state)[2 * at + 1];
-        piece.delta[lane] = g.d_lse ? -static_cast<const T*>(g.d_lse)[at] : T(0);
+        piece.delta[lane] = 0;
+        piece.mass[lane] = sink_weight(strip.head[lane], strip.shift[lane], piece.factor[lane]);
       }
     }
   }
@@ -88,7 +93,11 @@ class BackwardQueries {
       const Strip<A>& strip = pieces[i].strip;
       for (int lane = 0; lane < strip.rows; ++lane) {
         const index at = (task.b * plan.sizes.H + strip.head[lane]) * plan.sizes.Q + strip.query[lane];
-        static_cast<T*>(g.delta)[at] = pieces[i].delta[lane];
+        T &delta = pieces[i].delta[lane], &factor = pieces[i].factor[lane];
+        const T mass = pieces[i].mass[lane];
+        if (mass != 0) delta /= mass, factor /= mass;
+        if (g.d_lse) delta -= static_cast<const T*>(g.d_lse)[at];
+        static_cast<T*>(g.delta)[2 * at] = delta, static_cast<T*>(g.delta)[2 * at + 1] = factor;
       }
     }
     sweep(true);
@@ -98,6 +107,13 @@ class BackwardQueries {
         return row_of(g.d_q, plan.type, task.b, strip.head[lane], strip.query[lane]);
       });
     }
+  }
+
+  // What a sink holds of a row's weights.
+  T sink_weight(index h, T shift, T factor) const {
+    if (!plan.sinks || factor == 0) return 0;
+    constexpr double log2e = 1.4426950408889634;
+    return static_cast<T>(exp2(double(static_cast<const T*>(plan.sinks)[h]) * log2e - double(shift)) * double(factor));
   }
 
   // Over the keys once: for delta, or, with delta known, for dq.
@@ -149,13 +165,13 @@ class BackwardQueries {
     }
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, d_weights);
     const F units = A::all(unit);
-    F shift[NR], factor[NR], delta[NR], one[NR], sum[NR];
+    F shift[NR], factor[NR], delta[NR], one[NR], sum[NR], mass[NR];
     for (int c = 0; c < NR; ++c) {
       shift[c] = -A::load(strip.shift + c * W);
       factor[c] = A::load(piece.factor + c * W);
       delta[c] = A::load(piece.delta + c * W);
       one[c] = A::all(1);
-      sum[c] = F{};
+      sum[c] = mass[c] = F{};
     }
     for (index i = 0; i < keys; ++i)
 #pragma GCC unroll 4
@@ -165,6 +181,7 @@ class BackwardQueries {
         if (!second) {
           const F part = weight * A::load(d_weights + at);
           sum[c] += hidden ? A::select((I)A::load(visible + at), part, F{}) : part;
+          mass[c] += hidden ? A::select((I)A::load(visible + at), weight, F{}) : weight;
           continue;
         }
         F d_score = weight * (A::load(d_weights + at) - delta[c]);
@@ -173,7 +190,10 @@ class BackwardQueries {
         A::store(scores + at, d_score);
       }
     if (!second) {
-      for (int c = 0; c < NR; ++c) A::store(piece.delta + c * W, delta[c] + sum[c]);
+      for (int c = 0; c < NR; ++c) {
+        A::store(piece.delta + c * W, delta[c] + sum[c]);
+        A::store(piece.mass + c * W, A::load(piece.mass + c * W) + mass[c]);
+      }
       return;
     }
     if (hidden && !finite<A>(k, k_stride, plan.sizes.D, keys)) {

@@ -160,9 +160,9 @@ class BackwardKeys {
     bool hidden = false;
     for (index r = 0; r < rows.count; ++r) {
       const index at_row = (task.b * plan.sizes.H + rows.head) * plan.sizes.Q + rows.query + r;
-      const T* state = static_cast<const T*>(plan.state) + 2 * at_row;
-      const F shift = A::all(-state[0]), factor = A::all(state[1]);
-      const F delta = A::all(static_cast<const T*>(g.delta)[at_row]);
+      const F shift = A::all(-static_cast<const T*>(plan.state)[2 * at_row]);
+      const T* delta_factor = static_cast<const T*>(g.delta) + 2 * at_row;
+      const F delta = A::all(delta_factor[0]), factor = A::all(delta_factor[1]);
       const std::uint32_t bits = plan.dropout > 0 ? dropout_row(plan.seed, task.b, rows.head, rows.query + r) : 0;
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {

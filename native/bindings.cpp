@@ -139,7 +139,8 @@ void backward_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k
                   nb::handle d_out_strides, Address d_q, nb::handle d_q_strides, Address d_k, nb::handle d_k_strides,
                   Address d_v, nb::handle d_v_strides, Address state, Address delta, const std::string& dtype,
                   double scale, int threads, Address d_lse, nb::handle start, nb::handle stop, nb::handle allowed,
-                  nb::handle bias, double softcap, double dropout, std::uint64_t seed, const std::string& isa) {
+                  nb::handle bias, Address sinks, double softcap, double dropout, std::uint64_t seed,
+                  const std::string& isa) {
   Gradients g;
   g.plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, 0, v_strides, dtype, scale,
                    start, stop, allowed, bias, softcap, dropout, seed);
@@ -149,6 +150,7 @@ void backward_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k
   g.d_k = view(d_k, ks, Integers<4>(d_k_strides, "d_k_strides"), "d_k");
   g.d_v = view(d_v, vs, Integers<4>(d_v_strides, "d_v_strides"), "d_v");
   g.plan.state = reinterpret_cast<void*>(state);
+  g.plan.sinks = reinterpret_cast<const void*>(sinks);
   g.delta = reinterpret_cast<void*>(delta);
   g.d_lse = reinterpret_cast<const void*>(d_lse);
   const Isa& chosen = choose(isa);
@@ -234,8 +236,8 @@ NB_MODULE(_native, module) {
              nb::arg("d_k_strides"), nb::arg("d_v"), nb::arg("d_v_strides"), nb::arg("state"), nb::arg("delta"),
              nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"), nb::arg("d_lse") = 0,
              nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
-             nb::arg("bias") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0,
-             nb::arg("isa") = "", "The gradients of attend: see native/README.md.");
+             nb::arg("bias") = nb::none(), nb::arg("sinks") = 0, nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0,
+             nb::arg("seed") = 0, nb::arg("isa") = "", "The gradients of attend: see native/README.md.");
   module.def("layer", layer_raw, nb::arg("x"), nb::arg("x_shape"), nb::arg("x_strides"), nb::arg("context"),
              nb::arg("context_shape"), nb::arg("context_strides"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::arg("o"), nb::arg("heads"), nb::arg("y"), nb::arg("scale"), nb::arg("threads"),

@@ -88,7 +88,7 @@ struct Gradients {
   Plan plan;
   View d_out, d_q, d_k, d_v;    // gradients of out, q, k and v, of the plan's type
   const void* d_lse = nullptr;  // (B,H,Q) contiguous, or null
-  void* delta = nullptr;        // (B,H,Q) contiguous, written: what every row subtracts from its weights' gradients
+  void* delta = nullptr;  // (B,H,Q,2) contiguous, written: what a row subtracts from its weights' gradients, its factor
 };
 
 }  // namespace multihead

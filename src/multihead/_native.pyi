@@ -66,6 +66,7 @@ def backward(
     stop: Ramp | BoundTensor | None = None,
     allowed: Dense | None = None,
     bias: Dense | None = None,
+    sinks: int = 0,
     softcap: float = 0.0,
     dropout: float = 0.0,
     seed: int = 0,

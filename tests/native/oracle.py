@@ -171,7 +171,7 @@ class Problem:
         B, H, _, Q, _, _, _ = self.sizes
         state = torch.full((B, H, Q, 2), math.nan, dtype=self.wide)
         self.native(isa, threads, state=state)
-        delta = torch.empty(B, H, Q, dtype=self.wide)
+        delta = torch.empty(B, H, Q, 2, dtype=self.wide)
         grads = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v)]
         options, _hold = self.options()
         views = [x for t in (d_out, *grads) for x in (t.data_ptr(), t.stride())]

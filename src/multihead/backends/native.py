@@ -154,6 +154,7 @@ def backward(
     stop: Bound,
     allowed: Tensor | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     softcap: float,
     dropout: float,
@@ -165,7 +166,8 @@ def backward(
     d_q, d_k, d_v = (_lined_up(torch.empty_like(t)) for t in (q, k, v))
     bias = None if bias is None else bias.to(state.dtype)
     d_lse = None if d_lse is None else d_lse.to(state.dtype).contiguous()
-    delta = torch.empty(B, H, Q, dtype=state.dtype)
+    sinks = None if sinks is None else sinks.to(state.dtype).contiguous()
+    delta = torch.empty_like(state)
     assert native.module is not None
     native.module.backward(
         q.data_ptr(),
@@ -195,6 +197,7 @@ def backward(
         stop=_bound(stop, (B, H, Q)),
         allowed=_dense(allowed, (B, H, Q, K)),
         bias=_dense(bias, (B, H, Q, K)),
+        sinks=0 if sinks is None else sinks.data_ptr(),
         softcap=softcap,
         dropout=dropout,
         seed=seed,
@@ -256,6 +259,7 @@ def backward_op(
     ramps: list[int],
     allowed: Tensor | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
     seed: Tensor | None,
     scale: float,
     softcap: float,
@@ -263,7 +267,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     drawn = 0 if seed is None else int(seed)
     bounds = _bounds(start, stop, ramps)
-    return backward(d_out, d_lse, q, k, v, state, *bounds, allowed, bias, scale, softcap, dropout, drawn)
+    return backward(d_out, d_lse, q, k, v, state, *bounds, allowed, bias, sinks, scale, softcap, dropout, drawn)
 
 
 @backward_op.register_fake
@@ -291,7 +295,7 @@ def _gradients(ctx, d_out, d_lse, _):  # type: ignore[no-untyped-def]
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_q, d_k, d_v = backward_op(
-        d_out, d_lse, q, k, v, state, start, stop, ramps, allowed, bias, seed, scale, softcap, dropout
+        d_out, d_lse, q, k, v, state, start, stop, ramps, allowed, bias, sinks, seed, scale, softcap, dropout
     )
     d_sinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
@@ -309,7 +313,8 @@ def _gradients_of_the_specification(  # type: ignore[no-untyped-def]
     grads, inputs, bounds, allowed, bias, seed, scale, softcap, dropout
 ):
     q, k, v, sinks = inputs
-    visible = Visible(q.shape[2], k.shape[2], *bounds, allowed)
+    start, stop = bounds
+    visible = Visible(q.shape[2], k.shape[2], start, stop, allowed)
     outputs = steps.attend(
         q,
         k,
