@@ -151,6 +151,11 @@ BAD = [
     ({"sinks": 0.5}, TypeError, r"sinks is float: expected a floating tensor \(H,\)"),
     ({"softcap": 0.0}, ValueError, r"softcap=0.0: expected a number above 0"),
     ({"softcap": -1.0}, ValueError, r"softcap=-1.0"),
+    ({"softcap": float("inf")}, ValueError, r"softcap=inf: expected a number above 0"),
+    ({"softcap": "30"}, TypeError, r"softcap is a str: expected a number"),
+    ({"scale": float("nan")}, ValueError, r"scale=nan: expected a finite number, or None for 1/√D"),
+    ({"scale": ones(1)}, TypeError, r"scale is a Tensor: expected a number"),
+    ({"dropout": None}, TypeError, r"dropout is a NoneType: expected a number"),
     ({"dropout": 1.5}, ValueError, r"dropout=1.5: expected a probability, 0 to 1"),
     ({"dropout": -0.1}, ValueError, r"dropout=-0.1"),
 ]
@@ -170,6 +175,15 @@ def test_autocast_computes_in_its_dtype_as_torch_does(backend: str) -> None:
         out = mh.attend(q, q, q, mh.Causal(), backend=backend)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, mh.attend(*[q.bfloat16()] * 3, mh.Causal(), backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_keeps_its_range_beside_smaller_floats(dtype: torch.dtype, backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8).to(dtype) for _ in range(3))
+    bias = torch.full((5, 5), -1e5)  # the same for every key: as if there were none
+    wanted = mh.attend(q, k, v, backend="reference")
+    torch.testing.assert_close(mh.attend(q, k, v, bias=bias, backend=backend), wanted, atol=0.02, rtol=0.02)
 
 
 class TestDropout:

@@ -194,7 +194,66 @@ def test_overflow_says_so_and_changes_nothing() -> None:
     close(y, layer(x[:, :4], mask=mh.Causal())[:, 3:])
 
 
+@pytest.mark.parametrize("kind", [{"capacity": 5}, {}, {"window": 2}], ids=str)
+def test_a_short_row_takes_what_fits_beside_a_long_one(kind: dict) -> None:
+    layer, x, more = a_layer(), drawn(2, 5, E), drawn(2, 40, E)
+    cache, mask = layer.new_cache(batch=2, **kind), mh.Causal(window=kind.get("window"))
+    layer(x, mask=mask, cache=cache, lengths=[5, 1])
+    many = 4 if "capacity" in kind else 40
+    y = layer(more[:, :many], mask=mask, cache=cache, lengths=[0, many])
+    close(y[1], layer(torch.cat((x[1, :1], more[1, :many])), mask=mask)[1:])
+    assert cache.length.tolist() == [5, 1 + many]
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 2]])
+def test_a_cache_filled_in_inference_mode_is_read_and_written_outside_it(lengths: list[int] | None) -> None:
+    layer, x = a_layer(), drawn(2, 4, E)
+    with torch.inference_mode():
+        cache = layer.new_cache(batch=2, capacity=8)
+        layer(x, mask=mh.Causal(), cache=cache, lengths=lengths)
+    with torch.no_grad():
+        y = layer(x, mask=mh.Causal(), cache=cache)
+    close(y[0], layer(torch.cat((x[0], x[0])), mask=mh.Causal())[4:])
+
+
+class Adapter(torch.nn.Module):
+    """A projection as adapters replace it: neither `weight` nor `out_features` of its own."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.extra = base, torch.nn.Linear(E, base.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.extra(x)
+
+
+def test_a_layer_with_replaced_projections_makes_its_caches() -> None:
+    layer, x = a_layer(), drawn(2, 5, E)
+    layer.k_proj, layer.v_proj = Adapter(layer.k_proj), Adapter(layer.v_proj)
+    cache = layer.new_cache(batch=2)
+    close(layer(x, mask=mh.Causal(), cache=cache), layer(x, mask=mh.Causal()))
+
+
+def test_a_layer_without_parameters_makes_its_caches() -> None:
+    layer, x = a_layer().float(), torch.randn(2, 5, E)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):  # buffers only, as quantised replacements have
+        projection = getattr(layer, name)
+        weight, bias = projection.weight.detach(), projection.bias.detach()
+        del projection.weight, projection.bias
+        projection.register_buffer("weight", weight)
+        projection.register_buffer("bias", bias)
+    cache = layer.new_cache(batch=2)
+    torch.testing.assert_close(layer(x, mask=mh.Causal(), cache=cache), layer(x, mask=mh.Causal()))
+
+
+def test_a_cache_may_be_wider_than_the_layer() -> None:
+    layer, x = a_layer().bfloat16(), torch.randn(2, 5, E).bfloat16()
+    y = layer(x, mask=mh.Causal(), cache=layer.new_cache(batch=2, dtype=torch.float32))
+    torch.testing.assert_close(y, layer(x, mask=mh.Causal()))
+
+
 BAD = [
+    (lambda a: a.new_cache(dtype=torch.int8), TypeError, "dtype=torch.int8: expected a floating dtype"),
     (lambda a: a.new_cache(batch=0), ValueError, "batch=0: expected at least 1"),
     (lambda a: a.new_cache(capacity=0), ValueError, "capacity=0: expected at least 1"),
     (lambda a: a.new_cache(window=-3), ValueError, "window=-3: expected at least 1"),

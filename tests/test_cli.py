@@ -44,6 +44,12 @@ def test_show_takes_sizes_and_masks() -> None:
     assert "no mask" in shown.stdout
 
 
+def test_words_in_brackets_are_words() -> None:
+    shown = run("show", "[bold] love [/nope]", "--width", "16", "--heads", "2")
+    assert shown.returncode == 0
+    assert "love  [/nope]" in shown.stdout  # the columns of the scores
+
+
 def test_shapes_reproduces_the_running_example() -> None:
     shown = run("shapes", "1024", "8", "--tokens", "4").stdout
     lines = {line.split()[-1 if "(" not in line else 0]: line for line in shown.splitlines()}

@@ -146,6 +146,33 @@ class TestDecision4WhatIsHiddenStaysHidden:
         assert out[:, :, ~sees].isfinite().all()
 
     @each_backend
+    @pytest.mark.parametrize("mask", [None, mh.Causal()], ids=["none", "causal"])
+    @pytest.mark.parametrize("keys", [1, 5, 37])
+    def test_a_query_of_nan_is_not_lost_over_a_few_keys(self, backend: str, mask, keys: int) -> None:
+        t = {name: torch.randn(1, 2, keys, 8) for name in "qkv"}  # a width that the fused kernel takes
+        t["q"][:, :, -1] = NAN
+        out = mh.attend(**t, mask=mask, backend=backend)
+        assert out[:, :, -1].isnan().all()
+        assert out[:, :, :-1].isfinite().all()
+
+    @each_backend
+    def test_a_nan_that_every_query_sees_is_not_lost_either(self, backend: str) -> None:
+        t = {name: torch.randn(1, 2, 3, 8) for name in "qkv"}
+        t["k"][:] = NAN
+        assert mh.attend(**t, backend=backend).isnan().all()
+
+    @each_backend
+    def test_a_query_of_nan_that_sees_nothing_reaches_no_gradient(self, backend: str) -> None:
+        t = {name: drawn(1, 2, 5, 8) for name in "qkv"}
+        t["q"][:, :, 1] = NAN
+        for tensor in t.values():
+            tensor.requires_grad_()
+        out = mh.attend(**t, mask=(torch.arange(5) != 1)[:, None], backend=backend)
+        out.sum().backward()
+        assert (out[:, :, 1] == 0).all()
+        assert all(tensor.grad.isfinite().all() for tensor in t.values())
+
+    @each_backend
     def test_also_when_compiled(self, backend: str) -> None:
         q, k, v = (drawn(1, 2, 4, 3) for _ in range(3))
         k[:, :, 3], v[:, :, 2] = NAN, NAN

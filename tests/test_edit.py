@@ -88,6 +88,16 @@ def test_edits_nest_in_order_and_end_with_their_block(layer, x) -> None:
     assert torch.equal(layer(x), plain)
 
 
+def test_edits_that_overlap_end_in_any_order(layer, x) -> None:
+    plain, first, second = layer(x), mh.ablate(layer, heads=[0]), mh.patch(layer, "weights", torch.zeros_like)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (mh.trace(layer, x)["merged"] == 0).all()
+    second.__exit__(None, None, None)
+    assert torch.equal(layer(x), plain)
+
+
 BAD = [
     (lambda a: mh.ablate(a, heads=[6]), r"heads=\[6\]: expected head numbers 0…5"),
     (lambda a: mh.ablate(a, heads=[-1]), r"heads=\[-1\]: expected head numbers 0…5"),

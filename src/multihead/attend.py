@@ -19,7 +19,7 @@ from multihead.backends.reference import Reference
 from multihead.backends.sdpa import SDPA
 from multihead.intervals import Frame, Visible
 from multihead.masks import Mask, check_broadcast, lower
-from multihead.sizes import check_attend, describe
+from multihead.sizes import check_attend, check_numbers, describe
 
 BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Reference())}  # in the order they are asked
 
@@ -127,10 +127,7 @@ def _prepare(
     (B, H, Q, D), K = q.shape, k.shape[2]
     if not isinstance(mask, Visible):
         mask = lower(mask, Frame.of(Q, K, q.device), B, H)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap}: expected a number above 0, or None")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
+    check_numbers(scale, softcap, dropout)
     for name, t, shape, axes in (("sinks", sinks, (H,), "(H,)"), ("bias", bias, (B, H, Q, K), "(B,H,Q,K)")):
         if t is None:
             continue

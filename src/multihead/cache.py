@@ -87,7 +87,7 @@ class Cache:
         new = k.shape[2]
         if lengths is not None or isinstance(self.length, Tensor):
             return self._append_ragged(k, v, lengths)
-        self._make_room(new)
+        self._make_room(self.longest + new, new)
         first = self.used
         assert isinstance(first, int)
         self._write(k, v, first)
@@ -97,11 +97,11 @@ class Cache:
     def _append_ragged(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Frame]:
         new, device = k.shape[2], k.device
         real = torch.full((self.batch,), new, device=device) if lengths is None else lengths.to(device)
+        self._make_room(int((self.used + real).max()), int(real.max()))
         if not isinstance(self.length, Tensor):
             self.length = torch.full((self.batch,), self.length, device=device)
             if self.window is not None:
                 self.dropped = torch.full((self.batch,), int(self.dropped), device=device)
-        self._make_room(int(real.max()) if real.numel() else 0)
         row, token = (torch.arange(new, device=device) < real[:, None]).nonzero(as_tuple=True)
         where = (self.length - self.dropped)[row] + token
         if torch.is_grad_enabled() and (k.requires_grad or self._k.requires_grad):
@@ -136,13 +136,17 @@ class Cache:
             self._k[:, :, first:last] = k
             self._v[:, :, first:last] = v
 
-    def _make_room(self, new: int) -> None:
-        room, needed = self._k.shape[2], self.longest + new
+    def _make_room(self, needed: int, new: int) -> None:
+        """Room for `needed` tokens in the fullest row, where no row brings more than `new`."""
+        room = self._k.shape[2]
+        if not torch.compiler.is_compiling() and self._k.is_inference() and not torch.is_inference_mode_enabled():
+            self._k, self._v = self._k.clone(), self._v.clone()  # torch lets no one else write into these
         if needed <= room:
             return
         if self.capacity is not None:
+            more = needed - self.longest
             raise CacheOverflow(
-                f"the cache is full: {self.longest} tokens and {new} more do not fit capacity={self.capacity}; "
+                f"the cache is full: {self.longest} tokens and {more} more do not fit capacity={self.capacity}; "
                 "give new_cache() a larger capacity=, window= to keep only the newest, or neither to let it grow"
             )
         if self.window is not None:

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import multihead as mh
 from multihead import native
@@ -30,7 +31,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError) as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", soft_wrap=True)
+        message = Text("error: ", "red").append(str(error), "default")
+        Console(stderr=True, highlight=False).print(message, soft_wrap=True)
         sys.exit(2)
 
 

@@ -19,14 +19,11 @@ def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: str | None) -> Ite
     What a fused kernel never holds is made for it only if `inside` is "watch" (beside the kernel, changes do nothing)
     or "change" (in its place).
     """
-    before = layer._taps, layer._inside
-    layer._taps = (*layer._taps, tap)
-    if layer._inside != "change":
-        layer._inside = inside or layer._inside
+    layer._taps = (*layer._taps, (tap, inside))
     try:
         yield
-    finally:
-        layer._taps, layer._inside = before
+    finally:  # this tap only: blocks that overlap may end in any order
+        layer._taps = tuple(hung for hung in layer._taps if hung[0] is not tap)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from multihead.cache import Cache, ContextCache
 from multihead.intervals import Frame, Visible
 from multihead.masks import Mask, Window, as_mask, check_broadcast, lower
 from multihead.positions import RoPE
-from multihead.sizes import Sizes, describe
+from multihead.sizes import Sizes, check_numbers, describe
 
 INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
 
@@ -76,10 +76,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype={dtype}: expected a floating dtype")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap={softcap}: expected a number above 0, or None")
+        check_numbers(scale, softcap, dropout)
         self.sizes = s = Sizes.of(width, heads, kv_heads, head_dim, value_dim, context_dim)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(s.E, s.H * s.D, bias=bias, **made)
@@ -94,8 +91,7 @@ class MultiHeadAttention(nn.Module):
             self.rope.frequencies(s.D)  # refuses a width that it cannot turn
         self.softcap, self.dropout = softcap, dropout
         self.scale = s.D**-0.5 if scale is None else scale
-        self._taps: tuple[steps.Tap, ...] = ()  # what `edit` and `trace` hang in
-        self._inside: str | None = None  # "watch" or "change": what taps do to scores, masked and weights
+        self._taps: tuple[tuple[steps.Tap, str | None], ...] = ()  # what `edit` and `trace` hang in, and see `_inside`
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -196,6 +192,7 @@ class MultiHeadAttention(nn.Module):
                 if context is not None:
                     raise ValueError("this cache is for the tokens of x; for a context there is new_cache(context=…)")
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
+                k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
                 if cache.window is not None:
                     mask = Window(cache.window - 1, None) if mask is None else Window(cache.window - 1, None) & mask
             else:
@@ -290,20 +287,31 @@ class MultiHeadAttention(nn.Module):
             k = self.k_proj(context).unflatten(-1, (-1, self.sizes.D))
             v = self.v_proj(context).unflatten(-1, (-1, self.sizes.V))
             return ContextCache(self._turn(k, self.k_norm, where), steps.split(v))
-        weight = self.k_proj.weight
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype={dtype}: expected a floating dtype")
+        made = next((p for p in (*self.k_proj.parameters(), *self.parameters()) if p.dtype.is_floating_point), None)
+        if made is not None:  # a quantised layer may have none: then torch's defaults
+            device, dtype = made.device if device is None else device, made.dtype if dtype is None else dtype
+        width = getattr(self.k_proj, "out_features", self.sizes.G * self.sizes.D)  # a replacement need not say
         return Cache(
             batch,
-            self.k_proj.out_features // self.sizes.D,
+            width // self.sizes.D,
             self.sizes.D,
             self.sizes.V,
             capacity=capacity,
             window=window,
-            device=weight.device if device is None else device,
-            dtype=weight.dtype if dtype is None else dtype,
+            device=device,
+            dtype=dtype,
         )
 
+    @property
+    def _inside(self) -> str | None:
+        """What taps do to scores, masked and weights: "change" them, only "watch" them, or nothing."""
+        wanted = [inside for _, inside in self._taps if inside is not None]
+        return "change" if "change" in wanted else "watch" if wanted else None
+
     def _tap(self, name: str, t: Tensor) -> Tensor:
-        for tap in self._taps:
+        for tap, _ in self._taps:
             t = tap(name, t)
         return t
 

@@ -4,6 +4,7 @@
 `D` head width of q and k · `V` head width of v · `C` width of the context (E in self-attention).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,6 +97,19 @@ class Row:
     shape: tuple[int, ...]
     parameters: int = 0
     flops: int = 0
+
+
+def check_numbers(scale: float | None, softcap: float | None, dropout: float) -> None:
+    """Refuse what would turn every score into NaN, or lose a gradient: a scale that is a tensor."""
+    for name, value in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if isinstance(value, Tensor | str) or (value is None and name == "dropout"):
+            raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale={scale}: expected a finite number, or None for 1/√D")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap}: expected a number above 0, or None")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
 
 
 def describe(t: Tensor) -> str:

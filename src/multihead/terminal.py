@@ -115,7 +115,8 @@ def _table(title: str, rows: Sequence[str], numbers: Tensor, columns: Sequence[s
     shown = numbers[:MOST_ITEMS, : MOST_NUMBERS if columns is None else PERCENT_UP_TO]
     table.add_column("")
     for n in range(shown.shape[1]):
-        table.add_column("" if columns is None else _short(columns[n], 9), justify="right", style="default")
+        heading = Text("" if columns is None else _short(columns[n], 9))  # a Text: brackets in a word are no markup
+        table.add_column(heading, justify="right", style="default")
     table.show_header = columns is not None
     for name, row in zip(rows, shown.tolist()):
         more = ["…"] if columns is None and numbers.shape[1] > MOST_NUMBERS else []

@@ -1,7 +1,8 @@
 """torch's fused kernels as a backend, used only where they can give our semantics exactly.
 
 They have no softcap, no sinks and no dropout of ours, align causal masks top-left, may give NaN for a query that sees
-nothing, and let a NaN under the mask through. The first three are refused; the rest is made good here.
+nothing, let a NaN under the mask through, and over a few keys give 0 for a query of NaN. The first three are refused;
+the rest is made good here.
 """
 
 import torch
@@ -12,6 +13,7 @@ from multihead.backends import Call
 from multihead.intervals import inside_torch_func
 from multihead.steps import known_finite, only_finite, repeat_heads
 
+FEW_KEYS = 64  # more than any CPU's vector has lanes: below that torch's CPU kernel may lose a NaN
 BLOCK = 512  # queries, and keys, in a tile of the log-sum-exp pass
 
 
@@ -43,11 +45,11 @@ class SDPA:
     def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         lse = logsumexp(call) if call.want_lse else None
         if call.visible.is_everything and call.bias is None:
-            return fused(call, call.k, call.v), lse
-        finite = known_finite(call.k) and known_finite(call.v)
-        k, v = (call.k, call.v) if finite else (only_finite(call.k), only_finite(call.v))
+            return carry_nan(fused(call, call.q, call.k, call.v), call), lse
+        finite = all(known_finite(t) for t in (call.q, call.k, call.v))
+        q, k, v = (call.q, call.k, call.v) if finite else (only_finite(t) for t in (call.q, call.k, call.v))
         if call.visible.is_square_causal and call.bias is None:
-            out = fused(call, k, v, is_causal=True)
+            out = fused(call, q, k, v, is_causal=True)
             return out if finite else poison(out, call, None), lse
         allowed = call.visible.allowed(call.q.device)
         if call.bias is not None:
@@ -55,18 +57,31 @@ class SDPA:
         alive = allowed.any(-1, keepdim=True)
         mask = allowed | ~alive  # a query that sees nothing is shown everything, and its output is then put to zero
         if call.bias is not None:
-            mask = call.bias.masked_fill(call.bias == -torch.inf, 0).masked_fill(~mask, -torch.inf).to(call.q.dtype)
-        out = fused(call, k, v, attn_mask=mask).masked_fill(~alive, 0)
+            # On a CPU the kernel adds a float32 bias as it is; in float16, one beyond 65504 would become infinite.
+            dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+            mask = call.bias.masked_fill(call.bias == -torch.inf, 0).masked_fill(~mask, -torch.inf).to(dtype)
+        out = fused(call, q, k, v, attn_mask=mask).masked_fill(~alive, 0)
         return out if finite else poison(out, call, allowed), lse
 
 
-def fused(call: Call, k: Tensor, v: Tensor, **mask: object) -> Tensor:
-    grouped = k.shape[1] != call.q.shape[1]
-    return F.scaled_dot_product_attention(call.q, k, v, scale=call.scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
+def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, **mask: object) -> Tensor:
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
+
+
+def carry_nan(out: Tensor, call: Call) -> Tensor:
+    """`out` of queries that see every key, with NaN for each that is not finite or, of a few keys, sees a NaN."""
+    few = call.k.shape[2] <= FEW_KEYS
+    if known_finite(call.q) and (not few or known_finite(call.k)):
+        return out
+    bad = ~call.q.isfinite().all(-1, keepdim=True)  # (B, H, Q, 1)
+    if few:
+        bad = bad | repeat_heads(call.k.isnan().any(-1, keepdim=True).any(-2, keepdim=True), out.shape[1])
+    return out.masked_fill(bad, torch.nan)
 
 
 def poison(out: Tensor, call: Call, allowed: Tensor | None) -> Tensor:
-    """`out`, made from finite numbers only, with NaN for each query that could see one that was not finite.
+    """`out`, made from finite numbers only, with NaN for each query that is not finite or could see what is not.
 
     `allowed` None: what may be seen is an interval of keys, and running counts settle it without a (Q, K) matrix.
     """
@@ -75,10 +90,13 @@ def poison(out: Tensor, call: Call, allowed: Tensor | None) -> Tensor:
     bad = repeat_heads((bad_key | ~call.v.isfinite()).to(torch.float32), H)  # (B, H, K, V)
     if allowed is not None:
         met = allowed.to(bad.dtype).expand(B, H, Q, -1) @ bad > 0
+        alive = allowed.any(-1, keepdim=True)
     else:
         counts = F.pad(bad.cumsum(2), (0, 0, 1, 0))  # (B, H, K+1, V): how many before each key
         start, stop = (t.expand(B, H, Q)[..., None].expand(B, H, Q, V) for t in call.visible.bounds(out.device))
         met = counts.gather(2, torch.maximum(start, stop)) > counts.gather(2, start)
+        alive = stop > start
+    met = met | (alive & ~call.q.isfinite().all(-1, keepdim=True))
     return out.masked_fill(met, torch.nan)
 
 
