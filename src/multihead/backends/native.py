@@ -4,6 +4,8 @@ Where nobody watches (no gradient, no tracing, no modes) the call goes straight 
 and strides. Elsewhere it goes through two custom operators that torch can trace, export and differentiate.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,6 @@ class Native:
             return f"the kernel has no {q.dtype}"
         if inside_torch_func():
             return "the kernel has no batching rule for torch.func"
-        if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
-            return "the kernel has no gradient of a bias"
         if call.k.shape[2] > MOST or q.shape[1] // call.k.shape[1] * q.shape[2] > MOST:
             return f"more than {MOST} keys, or query rows that share them"
         return None
@@ -287,51 +287,51 @@ def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _gradients(ctx, d_out, d_lse, _):  # type: ignore[no-untyped-def]
     q, k, v, start, stop, allowed, bias, sinks, seed, out, lse, state = ctx.saved_tensors
     ramps, scale, softcap, dropout = ctx.numbers
-    if torch.is_grad_enabled():  # create_graph=True: a gradient that must itself be differentiable
-        d_q, d_k, d_v, d_sinks = _gradients_of_the_specification(
-            (d_out, d_lse), (q, k, v, sinks), _bounds(start, stop, ramps), allowed, bias, seed, scale, softcap, dropout
+    d_bias = d_sinks = None
+    if torch.is_grad_enabled() or ctx.needs_input_grad[7]:
+        # A gradient that must itself be differentiable (create_graph=True), or that of a bias, which is as large as
+        # the (Q, K) matrix itself.
+        first, last = _bounds(start, stop, ramps)
+        visible = Visible(q.shape[2], k.shape[2], first, last, allowed)
+        options = {"scale": scale, "softcap": softcap or None, "dropout": dropout, "seed": seed}
+        grads = _gradients_of_the_specification((d_out, d_lse), (q, k, v, bias, sinks), visible, options)
+        d_q, d_k, d_v, d_bias, d_sinks = grads
+    else:
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_q, d_k, d_v = backward_op(
+            d_out, d_lse, q, k, v, state, start, stop, ramps, allowed, bias, sinks, seed, scale, softcap, dropout
         )
-        return d_q, d_k, d_v, *[None] * 5, d_sinks, *[None] * 4
-    if d_out is None:
-        d_out = torch.zeros_like(out)
-    d_q, d_k, d_v = backward_op(
-        d_out, d_lse, q, k, v, state, start, stop, ramps, allowed, bias, sinks, seed, scale, softcap, dropout
-    )
-    d_sinks = None
-    if sinks is not None and ctx.needs_input_grad[8]:
-        share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # (B, H, Q): the sink's own weight
-        moved = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        moved = -moved if d_lse is None else d_lse - moved
-        d_sinks = (share * moved).sum((0, 2)).to(sinks.dtype)
-    return d_q, d_k, d_v, *[None] * 5, d_sinks, *[None] * 4
+        if sinks is not None and ctx.needs_input_grad[8]:
+            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # (B, H, Q): the sink's own weight
+            moved = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            moved = -moved if d_lse is None else d_lse - moved
+            d_sinks = (share * moved).sum((0, 2)).to(sinks.dtype)
+    return d_q, d_k, d_v, None, None, None, None, d_bias, d_sinks, None, None, None, None
 
 
 attend_op.register_autograd(_gradients, setup_context=_remember)
 
 
-def _gradients_of_the_specification(  # type: ignore[no-untyped-def]
-    grads, inputs, bounds, allowed, bias, seed, scale, softcap, dropout
-):
-    q, k, v, sinks = inputs
-    start, stop = bounds
-    visible = Visible(q.shape[2], k.shape[2], start, stop, allowed)
-    outputs = steps.attend(
-        q,
-        k,
-        v,
-        allowed=None if visible.is_everything else visible.allowed(),
-        scale=scale,
-        softcap=softcap or None,
-        sinks=sinks,
-        bias=bias,
-        dropout=dropout,
-        seed=seed,
-    )
-    asked = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = torch.autograd.grad(
-        [out for out, _ in asked], wanted, [grad for _, grad in asked], create_graph=True, allow_unused=True
-    )
+def _gradients_of_the_specification(
+    grads: tuple[Tensor | None, ...], inputs: tuple[Tensor | None, ...], visible: Visible, options: dict[str, Any]
+) -> list[Tensor | None]:
+    """The gradients of q, k, v, bias and sinks through `steps.attend`, differentiable where gradients are wanted of."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        if not create_graph:
+            inputs = tuple(None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs)
+        q, k, v, bias, sinks = inputs
+        allowed = None if visible.is_everything else visible.allowed()
+        outputs = steps.attend(q, k, v, allowed=allowed, bias=bias, sinks=sinks, **options)  # type: ignore[arg-type]
+        asked = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        found = torch.autograd.grad(
+            [out for out, _ in asked],
+            wanted,
+            [grad for _, grad in asked],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
     by_input = {id(t): grad for t, grad in zip(wanted, found)}
     return [None if t is None else by_input.get(id(t)) for t in inputs]
 
