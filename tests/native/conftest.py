@@ -1,4 +1,4 @@
-"""Makes the oracle of this folder importable by its tests; MULTIHEAD_NATIVE names another build of the module to test."""
+"""Makes the oracle of this folder importable; MULTIHEAD_NATIVE names another build of the module to test."""
 
 import importlib.util
 import os

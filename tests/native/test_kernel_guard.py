@@ -42,9 +42,8 @@ class Guarded:
 def test_nothing_beyond_a_tensor_is_touched(case: Case, dtype: torch.dtype, isa: str) -> None:
     memory = Guarded()
     plain = case.problem(dtype)
-    own = Problem(
-        memory.copy(plain.q), memory.copy(plain.k), memory.copy(plain.v), plain.scale, plain.start, plain.stop
-    )
+    q, k, v = (memory.copy(t) for t in (plain.q, plain.k, plain.v))
+    own = Problem(q, k, v, plain.scale, plain.start, plain.stop)
     B, H, _, Q, K, _, V = plain.sizes
     own.allowed = plain.allowed = memory.copy(torch.rand(B, 1, Q, K) > 0.2)
     out = memory.copy(torch.zeros(B, H, Q, V, dtype=dtype))

@@ -42,9 +42,8 @@ def test_error_is_at_most_twice_plain(case, isa):
     results = []
     for threads in (1, 2):
         y = torch.full((B, Q, E), torch.nan)
-        parts = [
-            (w.data_ptr(), w.stride(0), 0 if b is None else b.data_ptr()) for w, b in zip(weights, biases, strict=True)
-        ]
+        addresses = [0 if b is None else b.data_ptr() for b in biases]
+        parts = [(w.data_ptr(), w.stride(0), at) for w, at in zip(weights, addresses, strict=True)]
         _native.layer(x.data_ptr(), x.shape, x.stride(), context.data_ptr(), context.shape, context.stride(), *parts,
                       (H, G, D, V), y.data_ptr(), D**-0.5, threads, isa=isa, **mask)  # fmt: skip
         results.append(y)
