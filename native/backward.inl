@@ -82,7 +82,7 @@ class BackwardQueries {
         strip.shift[lane] = static_cast<const T*>(plan.state)[2 * at];
         piece.factor[lane] = static_cast<const T*>(plan.state)[2 * at + 1];
         piece.delta[lane] = 0;
-        piece.mass[lane] = sink_weight(strip.head[lane], strip.shift[lane], piece.factor[lane]);
+        piece.mass[lane] = 0;
       }
     }
   }
@@ -94,7 +94,7 @@ class BackwardQueries {
       for (int lane = 0; lane < strip.rows; ++lane) {
         const index at = (task.b * plan.sizes.H + strip.head[lane]) * plan.sizes.Q + strip.query[lane];
         T &delta = pieces[i].delta[lane], &factor = pieces[i].factor[lane];
-        const T mass = pieces[i].mass[lane];
+        const T mass = pieces[i].mass[lane] * factor + sink_weight(strip.head[lane], strip.shift[lane], factor);
         if (mass != 0) delta /= mass, factor /= mass;
         if (g.d_lse) delta -= static_cast<const T*>(g.d_lse)[at];
         static_cast<T*>(g.delta)[2 * at] = delta, static_cast<T*>(g.delta)[2 * at + 1] = factor;
@@ -177,11 +177,11 @@ class BackwardQueries {
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         const index at = (i * NR + c) * W;
-        const F weight = exp2_of<A>(A::fma(A::load(scores + at), units, shift[c])) * factor[c];
+        const F power = exp2_of<A>(A::fma(A::load(scores + at), units, shift[c])), weight = power * factor[c];
         if (!second) {
           const F part = weight * A::load(d_weights + at);
           sum[c] += hidden ? A::select((I)A::load(visible + at), part, F{}) : part;
-          mass[c] += hidden ? A::select((I)A::load(visible + at), weight, F{}) : weight;
+          mass[c] += hidden ? A::select((I)A::load(visible + at), power, F{}) : power;
           continue;
         }
         F d_score = weight * (A::load(d_weights + at) - delta[c]);

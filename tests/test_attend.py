@@ -76,7 +76,9 @@ def test_the_native_backend_agrees_with_the_specification_in_every_derivative(op
         ]
         q, k, v, sinks = inputs
         out, lse = mh.attend(q, k, v, mh.Causal(), sinks=sinks, backend=backend, return_lse=True, **options)
-        loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum() + (lse * torch.randn(lse.shape, dtype=lse.dtype)).sum()
+        loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum() + (
+            lse * torch.randn(lse.shape, dtype=lse.dtype)
+        ).sum()
         first = torch.autograd.grad(loss, inputs, create_graph=True)
         second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
         plain = torch.autograd.grad(mh.attend(q, k, v, sinks=sinks, backend=backend, **options).pow(2).sum(), inputs)
