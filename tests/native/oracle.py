@@ -128,6 +128,7 @@ class Problem:
         """The mask and the options as the native calls take them, and what must stay alive meanwhile."""
         B, H, _, Q, K, _, _ = self.sizes
         bias = None if self.bias is None else self.bias.to(self.wide)
+        sinks = None if self.sinks is None else self.sinks.to(self.wide).contiguous()
 
         def bound(given: Any) -> Any:
             if given is None or isinstance(given, tuple):
@@ -146,11 +147,12 @@ class Problem:
             "stop": bound(self.stop),
             "allowed": dense(self.allowed),
             "bias": dense(bias),
+            "sinks": 0 if sinks is None else sinks.data_ptr(),
             "softcap": self.softcap,
             "dropout": self.dropout,
             "seed": self.seed,
         }
-        return given, [bias]
+        return given, [bias, sinks]
 
     @property
     def wide(self) -> torch.dtype:
@@ -164,11 +166,9 @@ class Problem:
         B, H, _, Q, _, _, V = self.sizes
         out = torch.full((B, H, Q, V), math.nan, dtype=self.q.dtype) if out is None else out
         lse = torch.full((B, H, Q), math.nan, dtype=self.wide)
-        sinks = None if self.sinks is None else self.sinks.to(self.wide).contiguous()
         options, _hold = self.options()
         _native.attend(*self.tensors(), out.data_ptr(), out.stride(), NAMES[self.q.dtype], self.scale, threads,
-                       lse=lse.data_ptr(), sinks=0 if sinks is None else sinks.data_ptr(),
-                       state=0 if state is None else state.data_ptr(), isa=isa, **options, **more)  # fmt: skip
+                       lse=lse.data_ptr(), state=0 if state is None else state.data_ptr(), isa=isa, **options, **more)  # fmt: skip
         return out, lse
 
     def native_gradients(self, d_out: Tensor, d_lse: Tensor | None = None, isa: str = "",
