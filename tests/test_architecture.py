@@ -17,7 +17,7 @@ ORDER = [
     ["masks", "positions"],
     ["steps"],
     ["_native", "native"],
-    ["backends", "backends.reference", "backends.sdpa", "backends.region", "backends.statistics"],
+    ["backends", "backends.reference", "backends.sdpa", "backends.native", "backends.region", "backends.statistics"],
     ["attend"],
     ["terminal", "plots"],
     ["lens"],

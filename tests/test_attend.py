@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import multihead as mh
+from multihead import native
 from multihead.attend import BACKENDS
 from tests.cases import CASES, Case, accepting, assert_within_bound, by_why
 
@@ -61,19 +62,50 @@ def test_views_of_every_kind_give_what_their_copies_give(view: str, backend: str
     torch.testing.assert_close(found, copied)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout": 0.4}], ids=["plain", "softcap", "dropout"])
+def test_the_native_backend_agrees_with_the_specification_in_every_derivative(options: dict) -> None:
+    """Out and lse, their gradients with sinks, and gradients of gradients; the same weights are dropped."""
+    if native.module is None:
+        pytest.skip(f"the native module is {native.missing}")
+
+    def derivatives(backend: str) -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        inputs = [
+            torch.randn(*s, dtype=torch.float64, requires_grad=True)
+            for s in ((2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 6), (4,))
+        ]
+        q, k, v, sinks = inputs
+        out, lse = mh.attend(q, k, v, mh.Causal(), sinks=sinks, backend=backend, return_lse=True, **options)
+        loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum() + (
+            lse * torch.randn(lse.shape, dtype=lse.dtype)
+        ).sum()
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
+        plain = torch.autograd.grad(mh.attend(q, k, v, sinks=sinks, backend=backend, **options).pow(2).sum(), inputs)
+        return [out, lse, *first, *second, *plain]
+
+    for found, wanted in zip(derivatives("native"), derivatives("reference")):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
 class TestChoice:
     """Backends are chosen by stated rules and never fall back silently."""
 
     q = torch.randn(1, 2, 3, 4)
 
+    best = "native" if native.module is not None else "sdpa"
+
     def test_the_first_that_can_takes_the_call(self) -> None:
-        assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
-        assert mh.explain(self.q, self.q, self.q, softcap=1.0).backend == "reference"
+        assert mh.explain(self.q, self.q, self.q).backend == self.best
+        meta = self.q.to("meta")
+        assert mh.explain(meta, meta, meta).backend == "sdpa"
+        assert mh.explain(meta, meta, meta, softcap=1.0).backend == "reference"
 
     def test_explain_says_what_each_would_do(self) -> None:
         told = str(mh.explain(self.q, self.q, self.q, mh.Causal(window=2), sinks=torch.zeros(2)))
         assert "  sdpa: refuses: torch's fused kernels have no sinks" in told
-        assert "→ reference: the seven steps as written" in told
+        assert "  reference: the seven steps as written" in told
+        assert f"→ {mh.explain(self.q, self.q, self.q, sinks=torch.zeros(2)).backend}: " in told
 
     @pytest.mark.parametrize(
         ("options", "why"),
@@ -101,10 +133,10 @@ class TestChoice:
             with mh.backend("sdpa"):
                 assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
             assert mh.explain(self.q, self.q, self.q).backend == "reference"
-        assert mh.explain(self.q, self.q, self.q).backend == "sdpa"
+        assert mh.explain(self.q, self.q, self.q).backend == self.best
 
     def test_an_unknown_name_is_an_error_that_lists_the_known(self) -> None:
-        with pytest.raises(ValueError, match="backend='flash': expected one of sdpa, reference"):
+        with pytest.raises(ValueError, match="backend='flash': expected one of native, sdpa, reference"):
             mh.attend(self.q, self.q, self.q, backend="flash")
         with pytest.raises(ValueError, match="expected one of"), mh.backend("flash"):
             pass
@@ -204,6 +236,22 @@ class TestDropout:
         q = torch.randn(1, 2, 5, 8)
         dropped, whole = (mh.attend(q, q, q, dropout=p, backend="reference", return_lse=True)[1] for p in (0.5, 0.0))
         assert torch.equal(dropped, whole)
+
+
+def test_forward_and_backward_of_the_native_backend_need_memory_of_order_n() -> None:
+    """At 8192 tokens, beyond inputs, outputs and gradients, less than a tenth of one (Q, K) matrix."""
+    if native.module is None:
+        pytest.skip(f"the native module is {native.missing}")
+    script = """
+import resource, torch, multihead as mh
+q, k, v = (torch.randn(1, 1, 8192, 8, requires_grad=True) for _ in range(3))
+mh.attend(*(t[:, :, :600] for t in (q, k, v)), mh.Causal(), backend="native", return_lse=True)[0].sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+mh.attend(q, k, v, mh.Causal(), backend="native", return_lse=True)[0].sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    used = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    assert used < 8192 * 8192 * 4 / 10
 
 
 def test_a_call_leaves_memory_of_order_n_for_the_lse_of_sdpa() -> None:

@@ -85,7 +85,7 @@ def test_info_says_what_is_there() -> None:
         f"multihead      {mh.__version__}",
         "native module",
         "cpu",
-        "sdpa → reference",
+        "native → sdpa → reference",
         "softcap",
         "mh.explain",
     ):

@@ -1,8 +1,8 @@
 """One function for steps 3 and 4, and the rules by which it picks who computes them.
 
-The first backend that can compute the call exactly takes it, in this order: `sdpa` (torch's fused kernels), `reference`
-(the seven steps as written). A backend that is named, by `backend=` or `with mh.backend(...)`, takes the call or
-refuses it in words; it never passes it on.
+The first backend that can compute the call exactly takes it, in this order: `native` (the C++ kernel, on the CPU),
+`sdpa` (torch's fused kernels), `reference` (the seven steps as written). A backend that is named, by `backend=` or
+`with mh.backend(...)`, takes the call or refuses it in words; it never passes it on.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from multihead.backends import Backend, Call, under_autocast, without_autocast
+from multihead.backends.native import Native
 from multihead.backends.reference import Reference
 from multihead.backends.sdpa import SDPA
 from multihead.intervals import Frame, Visible
 from multihead.masks import Mask, check_broadcast, lower
 from multihead.sizes import check_attend, check_numbers, describe
 
-BACKENDS: dict[str, Backend] = {b.name: b for b in (SDPA(), Reference())}  # in the order they are asked
+BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Reference())}  # in the order they are asked
 
 
 class _Named(local):
@@ -177,8 +178,9 @@ def explain(
 
     >>> q = torch.randn(1, 8, 4, 128)
     >>> print(mh.explain(q, q, q, softcap=30.0))
+    → native: the native kernel, ..., skipping what is hidden
       sdpa: refuses: torch's fused kernels have no softcap
-    → reference: the seven steps as written, with the whole (Q, K) matrix in memory
+      reference: the seven steps as written, with the whole (Q, K) matrix in memory
     """
     call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
     reasons = {}

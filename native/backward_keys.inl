@@ -1,0 +1,221 @@
+// dk and dv of a block of keys: keys in lanes, and the queries of every head of the group pass by.
+#pragma once
+
+#include "backward.inl"
+
+namespace multihead {
+namespace {
+
+template <class A>
+class BackwardKeys {
+ public:
+  using T = typename A::T;
+  using F = typename A::F;
+  using I = typename A::I;
+  static constexpr int W = A::W, Lanes = A::NR * A::W;
+  static constexpr index tile_rows = tile_keys;
+
+  static index block_keys(const Sizes& s) { return Forward<A>::block_rows(s); }
+
+  static index scratch_bytes(const Plan& plan) {
+    const Sizes& s = plan.sizes;
+    const index strips = block_keys(s) / Lanes;
+    const index numbers = strips * Lanes * 2 * (s.D + s.V) + tile_rows * (3 * Lanes + s.D + s.V) +
+                          W * Forward<A>::row_width(s) + 2 * Lanes;
+    return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 16) * 64 +
+           strips * static_cast<index>(sizeof(Piece)) + 2 * tile_rows * static_cast<index>(sizeof(index));
+  }
+
+  static void run(const Gradients& g, const Task& task, void* scratch) { BackwardKeys(g, task, scratch).sweep(); }
+
+ private:
+  struct Piece {
+    Strip<A> strip;  // its rows are keys: query[lane] is the key, head[lane] the key/value head
+    index key;
+    T *k, *v, *d_k, *d_v;  // (D, lanes), (V, lanes), (D, lanes), (V, lanes)
+  };
+
+  const Gradients& g;
+  const Plan& plan;
+  const Task& task;  // key, keys: the block of keys
+  Piece* pieces;
+  int count = 0;
+  T *scores, *weights, *visible, *q_copy, *d_copy, *rowwise, *ones, *scale;
+  index *start, *stop;  // of the rows of the tile
+  index q_stride, d_stride;
+  T unit;
+
+  BackwardKeys(const Gradients& gradients, const Task& t, void* scratch) : g(gradients), plan(g.plan), task(t) {
+    const Sizes& s = plan.sizes;
+    Arena arena{static_cast<char*>(scratch)};
+    for (T** tile : {&scores, &weights, &visible}) *tile = arena.take<T>(tile_rows * Lanes);
+    ones = arena.take<T>(Lanes);
+    scale = arena.take<T>(Lanes);
+    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    q_copy = arena.take<T>(tile_rows * s.D);
+    d_copy = arena.take<T>(tile_rows * s.V);
+    start = arena.take<index>(tile_rows);
+    stop = arena.take<index>(tile_rows);
+    pieces = arena.take<Piece>(block_keys(s) / Lanes);
+    for (int lane = 0; lane < Lanes; ++lane) ones[lane] = 1, scale[lane] = static_cast<T>(plan.scale);
+    unit = score_unit<T>(plan);
+    for (index key = 0; key < task.keys; key += Lanes) {
+      Piece& piece = pieces[count++];
+      Strip<A>& strip = piece.strip;
+      piece.key = task.key + key;
+      strip.rows = static_cast<int>(task.keys - key < Lanes ? task.keys - key : Lanes);
+      strip.nr = (strip.rows + W - 1) / W;
+      const index lanes = strip.nr * W;
+      for (int lane = 0; lane < lanes; ++lane) {
+        strip.query[lane] = piece.key + (lane < strip.rows ? lane : strip.rows - 1);
+        strip.head[lane] = task.g;
+      }
+      piece.k = arena.take<T>(s.D * lanes);
+      piece.v = arena.take<T>(s.V * lanes);
+      piece.d_k = arena.take<T>(s.D * lanes);
+      piece.d_v = arena.take<T>(s.V * lanes);
+      strip.pack(plan.k, plan.type, task.b, s.D, rowwise, piece.k);
+      strip.pack(plan.v, plan.type, task.b, s.V, rowwise, piece.v);
+      std::memset(piece.d_k, 0, sizeof(T) * s.D * lanes);
+      std::memset(piece.d_v, 0, sizeof(T) * s.V * lanes);
+    }
+  }
+
+  void sweep() {
+    const Sizes& s = plan.sizes;
+    for (index h = task.g * s.group(); h < (task.g + 1) * s.group(); ++h)
+      for (index tile = 0; tile < s.Q; tile += tile_rows) {
+        const index rows = s.Q - tile < tile_rows ? s.Q - tile : tile_rows;
+        bool any = false;
+        for (index i = 0; i < rows; ++i) {
+          const index from = plan.start.at(task.b, h, tile + i), to = plan.stop.at(task.b, h, tile + i);
+          start[i] = from < 0 ? 0 : from > s.K ? s.K : from;
+          stop[i] = to < 0 ? 0 : to > s.K ? s.K : to;
+          any |= start[i] < task.key + task.keys && stop[i] > task.key && start[i] < stop[i];
+        }
+        if (!any) continue;
+        const bool crowds = task.keys >= Lanes;
+        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows, q_copy, q_stride, crowds);
+        const T* d = rows_of(g.d_out, plan, task.b, h, s.V, tile, rows, d_copy, d_stride, crowds);
+        for (int i = 0; i < count; ++i) {
+          Piece& piece = pieces[i];
+          const index low = piece.key, high = piece.key + piece.strip.rows;
+          index first = 0, last = rows;  // the rows that see some key of the strip lie in [first, last)
+          const auto misses = [&](index r) { return start[r] >= high || stop[r] <= low || start[r] >= stop[r]; };
+          while (first < last && misses(first)) ++first;
+          while (first < last && misses(last - 1)) --last;
+          if (first >= last) continue;
+          bool ragged = false;
+          for (index r = first; r < last; ++r) ragged |= start[r] > low || stop[r] < high;
+          const Rows part{h, tile + first, last - first, start + first, stop + first, ragged};
+          if (piece.strip.nr == A::NR)
+            step<A::NR>(piece, part, q + first * q_stride, d + first * d_stride);
+          else if (piece.strip.nr == 1)
+            step<1>(piece, part, q + first * q_stride, d + first * d_stride);
+          else
+            step<(A::NR > 2 ? 2 : 1)>(piece, part, q + first * q_stride, d + first * d_stride);
+        }
+      }
+    for (int i = 0; i < count; ++i) {
+      const Strip<A>& strip = pieces[i].strip;
+      strip.write(pieces[i].d_k, s.D, plan.type, scale, rowwise,
+                  [&](int lane) -> void* { return row_of(g.d_k, plan.type, task.b, task.g, strip.query[lane]); });
+      strip.write(pieces[i].d_v, s.V, plan.type, ones, rowwise,
+                  [&](int lane) -> void* { return row_of(g.d_v, plan.type, task.b, task.g, strip.query[lane]); });
+    }
+  }
+
+  struct Rows {
+    index head, query, count;
+    const index *start, *stop;
+    bool ragged;
+  };
+
+  // Lanes of a dense tensor's row, beyond its last key repeating it.
+  template <class Element>
+  F line(const Dense& dense, const Piece& piece, index h, index q, int c) const {
+    const Element* at =
+        static_cast<const Element*>(dense.data) + task.b * dense.batch + h * dense.head + q * dense.query;
+    T lanes[W];
+    for (int i = 0; i < W; ++i) lanes[i] = static_cast<T>(at[piece.strip.query[c * W + i] * dense.key]);
+    return A::load(lanes);
+  }
+
+  template <int NR>
+  void step(Piece& piece, const Rows& rows, const T* q, const T* d) {
+    constexpr int MR = A::MR(NR);
+    ScoreGroups<A, NR> score{q, q_stride, piece.k, plan.sizes.D, scores, {}};
+    in_groups<MR>(rows.count, score);
+    ScoreGroups<A, NR> through{d, d_stride, piece.v, plan.sizes.V, weights, {}};
+    in_groups<MR>(rows.count, through);
+
+    const bool hides = rows.ragged || plan.allowed.data || plan.bias.data;
+    I key[NR];
+    for (int c = 0; c < NR; ++c)
+      for (int i = 0; i < W; ++i) key[c][i] = static_cast<typename A::Int>(piece.strip.query[c * W + i]);
+    const F units = A::all(unit), none = A::all(-__builtin_inff());
+    const F scaled = A::all(static_cast<T>(plan.scale)), cap = A::all(static_cast<T>(plan.softcap));
+    const T keep = plan.dropout < 1 ? static_cast<T>(1 / (1 - plan.dropout)) : T(0);
+    const std::uint32_t edge = dropout_threshold(plan.dropout);
+    bool hidden = false;
+    for (index r = 0; r < rows.count; ++r) {
+      const index at_row = (task.b * plan.sizes.H + rows.head) * plan.sizes.Q + rows.query + r;
+      const F shift = A::all(-static_cast<const T*>(plan.state)[2 * at_row]);
+      const T* delta_factor = static_cast<const T*>(g.delta) + 2 * at_row;
+      const F delta = A::all(delta_factor[0]), factor = A::all(delta_factor[1]);
+      const std::uint32_t bits = plan.dropout > 0 ? dropout_row(plan.seed, task.b, rows.head, rows.query + r) : 0;
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        const index at = (r * NR + c) * W;
+        F value = A::load(scores + at), slope = A::all(1), kept = A::all(1);
+        I seen = ~I{};
+        if (!plan.plain()) {
+          value *= scaled;
+          if (plan.softcap != 0) value = tanh_of<A>(value / cap, &slope) * cap;
+          if (plan.allowed.data) seen &= line<std::uint8_t>(plan.allowed, piece, rows.head, rows.query + r, c) != F{};
+          if (plan.bias.data) {
+            const F bias = line<T>(plan.bias, piece, rows.head, rows.query + r, c);
+            seen &= bias != none;
+            value += bias;
+          }
+        }
+        if (hides) {
+          seen &= (key[c] >= A::all_int(static_cast<typename A::Int>(rows.start[r]))) &
+                  (key[c] < A::all_int(static_cast<typename A::Int>(rows.stop[r])));
+          value = A::select(seen, value, none);
+        }
+        const F weight = exp2_of<A>(A::fma(value, units, shift)) * factor;
+        if (plan.dropout > 0)
+          for (int i = 0; i < W; ++i) kept[i] = mix32(bits ^ dropout_key(key[c][i])) >= edge ? keep : T(0);
+        F d_score = weight * (A::load(weights + at) * kept - delta) * slope, used = weight * kept;
+        if (hides) {
+          d_score = A::select(seen, d_score, F{});
+          used = A::select(seen, used, F{});
+          hidden |= A::any(~seen);
+          A::store(visible + at, (F)seen);
+        }
+        A::store(scores + at, d_score);
+        A::store(weights + at, used);
+      }
+    }
+    gather<NR>(plan.sizes.D, piece.d_k, scores, q, q_stride, rows.count, hidden);
+    gather<NR>(plan.sizes.V, piece.d_v, weights, d, d_stride, rows.count, hidden);
+  }
+
+  // to[width][lanes] += rows^T . by, leaving out what is hidden where a row is not finite.
+  template <int NR>
+  void gather(index width, T* to, const T* by, const T* rows, index stride, index depth, bool hidden) {
+    F one[NR];
+    for (int c = 0; c < NR; ++c) one[c] = A::all(1);
+    if (hidden && !finite<A>(rows, stride, width, depth)) {
+      mix_seen<A, NR>(width, to, depth, by, visible, rows, stride, one);
+      return;
+    }
+    MixGroups<A, NR> into{rows, stride, by, depth, to, {}};
+    for (int c = 0; c < NR; ++c) into.decay[c] = one[c];
+    in_groups<A::MR(NR)>(width, into);
+  }
+};
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,87 @@
+// Half-precision numbers become fp32 when they are read and are rounded to nearest even when they are written.
+#pragma once
+
+#include "lanes.h"
+#include "plan.h"
+
+namespace multihead {
+namespace {
+
+inline float float_of(std::uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline std::uint32_t bits_of(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float from_bf16(std::uint16_t x) { return float_of(std::uint32_t(x) << 16); }
+
+inline float from_f16(std::uint16_t x) {
+  // Shifted into place the exponent is 112 too small, for denormals too; inf and NaN need the full exponent.
+  const std::uint32_t magnitude = x & 0x7fffu;
+  const std::uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
+  const std::uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
+  return float_of(finite | special | (std::uint32_t(x & 0x8000u) << 16));
+}
+
+inline std::uint16_t to_bf16(float x) {
+  const std::uint32_t bits = bits_of(x);
+  if (x != x) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline std::uint16_t to_f16(float x) {
+  const std::uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u;
+  const float magnitude = float_of(bits & 0x7fffffffu);
+  if (x != x) return static_cast<std::uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x1p-14f)  // denormal: the sum rounds at its last bit, 2^-24
+    return static_cast<std::uint16_t>(sign | (bits_of(magnitude + 0.5f) - bits_of(0.5f)));
+  const std::uint32_t shifted = (bits & 0x7fffffffu) - (112u << 23);
+  return static_cast<std::uint16_t>(sign | ((shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13));
+}
+
+// n numbers from `source`, read as `type`, into T: floats of any kind into float, doubles into double.
+template <class T>
+void widen(const void* source, Type type, index n, T* to) {
+  if (type == Type::bf16) {
+    const auto* from = static_cast<const std::uint16_t*>(source);
+    for (index i = 0; i < n; ++i) to[i] = from_bf16(from[i]);
+  } else if (type == Type::f16) {
+    const auto* from = static_cast<const std::uint16_t*>(source);
+    for (index i = 0; i < n; ++i) to[i] = from_f16(from[i]);
+  } else {
+    std::memcpy(to, source, n * sizeof(T));
+  }
+}
+
+template <class T>
+void narrow(const T* from, Type type, index n, void* target) {
+  if (type == Type::bf16) {
+    auto* to = static_cast<std::uint16_t*>(target);
+    for (index i = 0; i < n; ++i) to[i] = to_bf16(static_cast<float>(from[i]));
+  } else if (type == Type::f16) {
+    auto* to = static_cast<std::uint16_t*>(target);
+    for (index i = 0; i < n; ++i) to[i] = to_f16(static_cast<float>(from[i]));
+  } else {
+    std::memcpy(target, from, n * sizeof(T));
+  }
+}
+
+// The address of row `row` of head `head` in batch row `b`.
+inline char* row_of(const View& view, Type type, index b, index head, index row) {
+  return static_cast<char*>(view.data) + (b * view.batch + head * view.head + row * view.row) * bytes(type);
+}
+
+template <class T>
+bool stored_as(Type type) {
+  return type == (sizeof(T) == 8 ? Type::f64 : Type::f32);
+}
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,279 @@
+// Attention of a block of query rows over keys and values: the (Q,K) scores exist one tile at a time.
+#pragma once
+
+#include "product.inl"
+#include "scores.inl"
+#include "statistics.inl"
+#include "strip.inl"
+#include "tile.inl"
+#include "weights.inl"
+
+namespace multihead {
+namespace {
+
+template <class A, int NR>
+struct ScoreGroups {
+  using T = typename A::T;
+  using F = typename A::F;
+  const T* k;
+  index stride;
+  const T* q;
+  index depth;
+  T* scores;
+  F top[NR];
+
+  template <int MR>
+  inline __attribute__((always_inline)) void group(index i) {
+    F sum[MR][NR];
+    accumulate<A, MR, NR, true>(k + i * stride, stride, q, depth, sum);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        A::store(scores + ((i + r) * NR + c) * A::W, sum[r][c]);
+        top[c] = A::max(sum[r][c], top[c]);
+      }
+  }
+};
+
+template <class A, int NR>
+struct MixGroups {
+  using T = typename A::T;
+  using F = typename A::F;
+  const T* v;
+  index stride;
+  const T* weights;
+  index depth;
+  T* mixed;
+  F decay[NR];
+
+  template <int MR>
+  inline __attribute__((always_inline)) void group(index i) {
+    F sum[MR][NR];
+    accumulate<A, MR, NR, false>(v + i, stride, weights, depth, sum);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        T* at = mixed + ((i + r) * NR + c) * A::W;
+        A::store(at, A::fma(A::load(at), decay[c], sum[r][c]));
+      }
+  }
+};
+
+template <class A>
+class Forward {
+ public:
+  using T = typename A::T;
+  using F = typename A::F;
+  using I = typename A::I;
+  static constexpr int W = A::W, Lanes = A::NR * A::W;
+
+  // Rows a task may have: enough to reuse a tile of keys from the second-level cache, and few enough to stay there.
+  static index block_rows(const Sizes& sizes) {
+    const index width = sizes.D > sizes.V ? sizes.D : sizes.V;
+    const index strips = width <= 160 ? 96 / Lanes : width <= 320 ? 48 / Lanes : 1;
+    return Lanes * (strips < 1 ? 1 : strips);
+  }
+
+  // Numbers in a row of scratch: of a query, a value, or a tile of dense mask.
+  static index row_width(const Sizes& s) {
+    const index width = s.D > s.V ? s.D : s.V;
+    return width > tile_keys ? width : tile_keys;
+  }
+
+  static index scratch_bytes(const Plan& plan) {
+    const Sizes& s = plan.sizes;
+    const index strips = block_rows(s) / Lanes;
+    const index numbers =
+        strips * Lanes * (s.D + s.V + 3) + tile_keys * (3 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
+    const index watching = plan.statistics.wanted() ? strips * (Observer<A>::bytes(plan.statistics) + 128) : 0;
+    return watching + numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
+           strips * static_cast<index>(sizeof(Strip<A>));
+  }
+
+  static void run(const Plan& plan, const Task& task, void* scratch) { Forward(plan, task, scratch).attend(); }
+
+ private:
+  const Plan& plan;
+  const Task& task;
+  Strip<A>* strips;
+  Observer<A>* observers;  // one for each strip, where statistics are wanted
+  int count = 0;
+  T *scores, *staged, *visible, *k_copy, *v_copy, *rowwise, *factor;
+  const T *k_rows, *v_rows;
+  index k_stride, v_stride;
+  T unit;  // what turns a score into a power of two
+
+  Forward(const Plan& p, const Task& t, void* scratch) : plan(p), task(t) {
+    const Sizes& s = plan.sizes;
+    Arena arena{static_cast<char*>(scratch)};
+    scores = arena.take<T>(tile_keys * Lanes);
+    staged = arena.take<T>(tile_keys * Lanes);
+    visible = arena.take<T>(tile_keys * Lanes);
+    factor = arena.take<T>(Lanes);
+    rowwise = arena.take<T>(W * row_width(s));
+    k_copy = arena.take<T>(tile_keys * s.D);
+    v_copy = arena.take<T>(tile_keys * s.V);
+    strips = arena.take<Strip<A>>(block_rows(s) / Lanes);
+    for (index row = 0; row < task.rows; row += Lanes) {
+      Strip<A>& strip = strips[count++];
+      strip.begun = false;
+      strip.row = task.row + row;
+      strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
+      strip.nr = (strip.rows + W - 1) / W;
+      strip.q = arena.take<T>(s.D * strip.nr * W);
+      strip.mixed = arena.take<T>(s.V * strip.nr * W);
+      strip.top = arena.take<T>(Lanes);
+      strip.shift = arena.take<T>(Lanes);
+      strip.total = arena.take<T>(Lanes);
+    }
+    unit = score_unit<T>(plan);
+    if (!plan.statistics.wanted()) return;
+    observers = arena.take<Observer<A>>(count);
+    for (int i = 0; i < count; ++i) observers[i].begin(plan.statistics, arena);
+  }
+
+  void attend() {
+    index first = task.key + task.keys, last = task.key;
+    for (int i = 0; i < count; ++i) {
+      strips[i].bound(plan, task);
+      if (i == 0) strips[i].fetch(plan.q, plan, task, plan.sizes.D, false);
+      if (strips[i].first < strips[i].last) {
+        first = strips[i].first < first ? strips[i].first : first;
+        last = strips[i].last > last ? strips[i].last : last;
+      }
+    }
+    const bool crowds = task.rows >= Lanes;  // enough rows to pay for a copy
+    for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
+      const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
+      k_rows = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
+      v_rows = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, crowds);
+      for (int i = 0; i < count; ++i) {
+        Strip<A>& strip = strips[i];
+        const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
+        if (low >= high) continue;
+        if (!strip.begun) begin(i);
+        if (high == strip.last && !task.partial) strip.fetch(plan.out, plan, task, plan.sizes.V, true);
+        const T* k = k_rows + (low - from) * k_stride;
+        const T* v = v_rows + (low - from) * v_stride;
+        if (strip.nr == A::NR)
+          mix<A::NR>(strip, low, high - low, k, v);
+        else if (strip.nr == 1)
+          mix<1>(strip, low, high - low, k, v);
+        else
+          mix<(A::NR > 2 ? 2 : 1)>(strip, low, high - low, k, v);
+      }
+    }
+    for (int i = 0; i < count; ++i) {
+      if (!strips[i].begun) begin(i);
+      task.partial ? leave(strips[i]) : finish(strips[i]);
+    }
+  }
+
+  void begin(int i) {
+    strips[i].begin(plan, task, rowwise);
+    if (i + 1 < count) strips[i + 1].fetch(plan.q, plan, task, plan.sizes.D, false);
+  }
+
+  template <int NR>
+  void mix(Strip<A>& strip, index key, index keys, const T* k, const T* v) {
+    constexpr int MR = A::MR(NR);
+    Seen dense = Seen::all;
+    if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
+    if (dense == Seen::none) return;
+    ScoreGroups<A, NR> score{k, k_stride, strip.q, plan.sizes.D, scores, {}};
+    for (int c = 0; c < NR; ++c) score.top[c] = A::all(-__builtin_inff());
+    in_groups<MR>(keys, score);
+
+    const bool ragged = key < strip.common || key + keys > strip.uncommon;
+    bool poisoned = false;  // some lane does not see a value that is not finite
+    if (ragged || !plan.plain()) {
+      const Adjustment with{dense == Seen::some, staged, visible, rowwise};
+      const bool hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
+      poisoned = hidden && !hidden_finite(strip, key, keys, v, dense == Seen::some || plan.bias.data);
+    }
+    MixGroups<A, NR> into{v, v_stride, scores, keys, strip.mixed, {}};
+    if (plan.statistics.wanted())
+      observers[&strip - strips].template look<NR>(plan.statistics, strip, key, keys, scores, unit, score.top);
+    weigh<NR>(strip, keys, score.top, into.decay);
+    if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
+    if (poisoned)
+      mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, into.decay);
+    else
+      in_groups<MR>(plan.sizes.V, into);
+  }
+
+  // Whether the values of a tile that may be hidden from some lane are finite.
+  bool hidden_finite(const Strip<A>& strip, index key, index keys, const T* v, bool anywhere) {
+    const index end = key + keys, V = plan.sizes.V;
+    if (anywhere || strip.common >= strip.uncommon) return finite<A>(v, v_stride, V, keys);
+    const index before = strip.common < key ? 0 : strip.common > end ? keys : strip.common - key;
+    const index after = strip.uncommon > end ? 0 : strip.uncommon < key ? keys : end - strip.uncommon;
+    return finite<A>(v, v_stride, V, before) && finite<A>(v + (keys - after) * v_stride, v_stride, V, after);
+  }
+
+  // Scores become weights 2^(score * unit - shift); `decay` is what the older sums shrink by.
+  template <int NR>
+  inline __attribute__((always_inline)) void weigh(Strip<A>& strip, index keys, const F (&tile_top)[NR],
+                                                   F (&decay)[NR]) {
+    const F units = A::all(unit), none = A::all(-__builtin_inff());
+    F shift[NR], sum[NR];
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) {
+      const F top = A::max(tile_top[c], A::load(strip.top + c * W)), old = A::load(strip.shift + c * W);
+      const F level = A::select(top == none, none, top * units);
+      A::store(strip.top + c * W, top);
+      A::store(strip.shift + c * W, level);
+      shift[c] = A::select(top == none, F{}, level);  // nothing seen yet: -inf - -inf must not arise
+      decay[c] = exp2_of<A>(old - shift[c]);
+      sum[c] = F{};
+    }
+    for (index i = 0; i < keys; ++i) {
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        T* at = scores + (i * NR + c) * W;
+        const F weight = exp2_of<A>(A::fma(A::load(at), units, -shift[c]));
+        A::store(at, weight);
+        sum[c] += weight;
+      }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) {
+      T* at = strip.total + c * W;
+      A::store(at, A::fma(A::load(at), decay[c], sum[c]));
+    }
+  }
+
+  // Normalises and writes the rows: weights divide by their sum, with the sink in it.
+  void finish(Strip<A>& strip) {
+    for (int lane = 0; lane < strip.nr * W; ++lane) {
+      const index h = strip.head[lane];
+      const Ending<T> end = ending<T>(plan, h, strip.shift[lane], strip.total[lane]);
+      factor[lane] = end.factor;
+      if (lane >= strip.rows) continue;
+      end.save(plan, task.b, h, strip.query[lane]);
+      if (plan.statistics.wanted())
+        observers[&strip - strips].write(plan, task.b, h, strip.query[lane], lane, end, strip.total[lane], unit);
+    }
+    strip.write(strip.mixed, plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
+      return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);
+    });
+  }
+
+  // Leaves the sums of these keys for `merge`: per row V numbers, then shift and total.
+  void leave(Strip<A>& strip) {
+    const index V = plan.sizes.V;
+    T* partial = static_cast<T*>(task.partial) + (strip.row - task.row) * (V + 2);
+    for (int lane = 0; lane < strip.nr * W; ++lane) factor[lane] = 1;
+    for (int lane = 0; lane < strip.rows; ++lane) {
+      partial[lane * (V + 2) + V] = strip.shift[lane];
+      partial[lane * (V + 2) + V + 1] = strip.total[lane];
+    }
+    const Type own = sizeof(T) == 8 ? Type::f64 : Type::f32;
+    strip.write(strip.mixed, V, own, factor, rowwise, [&](int lane) -> void* { return partial + lane * (V + 2); });
+  }
+};
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,46 @@
+// What an instruction set offers: the same functions, compiled for it.
+#pragma once
+
+#include "plan.h"
+
+namespace multihead {
+
+// y = x W^T + b over a few rows. Rows of x are padded with zeros to a multiple of 16 numbers, and there is room to read
+// three more rows than there are.
+struct Linear {
+  const void* x;
+  index x_row, rows;
+  const void* weight;
+  index weight_row;
+  const void* bias;
+  index inputs, outputs;
+  void* y;
+  index y_row;
+};
+
+struct Kernels {
+  index lanes;                          // query rows side by side in vectors
+  index few;                            // at most this many rows go to attend_few
+  index (*block_rows)(const Sizes&);    // rows a task of attend_block may have
+  index (*scratch_bytes)(const Plan&);  // what a thread needs to run a task of this plan
+  void (*attend_block)(const Plan&, const Task&, void* scratch);
+  void (*attend_few)(const Plan&, const Task&, void* scratch);
+  void (*merge)(const Plan&, const Task&, const void* const* parts, index count);
+  index (*backward_scratch)(const Plan&);
+  void (*backward_queries)(const Gradients&, const Task&, void* scratch);
+  void (*backward_keys)(const Gradients&, const Task&, void* scratch);
+  void (*linear)(const Linear&, index first, index last);  // outputs [first, last)
+};
+
+struct Isa {
+  const char* name;
+  const Kernels* f32;  // fp32, and the half types converted to it
+  const Kernels* f64;
+};
+
+extern const Isa isa_portable;
+#if defined(__x86_64__)
+extern const Isa isa_avx2, isa_avx512;
+#endif
+
+}  // namespace multihead

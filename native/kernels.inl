@@ -1,0 +1,44 @@
+// The function table of one instruction set, for its translation unit.
+#pragma once
+
+#include "backward_keys.inl"
+#include "few.inl"
+#include "forward.inl"
+#include "kernels.h"
+#include "linear.inl"
+#include "merge.inl"
+
+namespace multihead {
+namespace {
+
+template <class A>
+index scratch_bytes(const Plan& plan) {
+  const index few = Few<A>::scratch_bytes(plan), block = Forward<A>::scratch_bytes(plan);
+  return few > block ? few : block;
+}
+
+template <class A>
+index backward_scratch(const Plan& plan) {
+  const index a = BackwardQueries<A>::scratch_bytes(plan), b = BackwardKeys<A>::scratch_bytes(plan);
+  return a > b ? a : b;
+}
+
+// clang-format off
+template <class A>
+constexpr Kernels kernels_of = {
+    Forward<A>::Lanes,
+    Few<A>::most_rows,
+    Forward<A>::block_rows,
+    scratch_bytes<A>,
+    Forward<A>::run,
+    Few<A>::run,
+    merge<A>,
+    backward_scratch<A>,
+    BackwardQueries<A>::run,
+    BackwardKeys<A>::run,
+    linear<A>,
+};
+// clang-format on
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,147 @@
+// Vectors of W numbers, by the compiler's own vector types: the whole generic kernel is written on these operations.
+// An instruction set overrides only what the compiler does not find by itself. Everything here has internal linkage,
+// because the same names are compiled with different instructions in each translation unit.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace multihead {
+namespace {
+
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
+  using type = std::int32_t;
+};
+template <>
+struct Bits<double> {
+  using type = std::int64_t;
+};
+
+template <class Number, int Width>
+struct Lanes {
+  using T = Number;
+  using Int = typename Bits<T>::type;
+  static constexpr int W = Width;
+  typedef T F __attribute__((vector_size(Width * sizeof(T))));
+  typedef Int I __attribute__((vector_size(Width * sizeof(T))));
+
+  static F load(const T* p) {
+    F x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+  }
+  static void store(T* p, F x) { std::memcpy(p, &x, sizeof x); }
+  static F all(T x) { return x - F{}; }
+  static I all_int(Int x) { return x - I{}; }
+  static F fma(F a, F b, F c) { return a * b + c; }
+  static F max(F a, F b) { return a > b ? a : b; }  // where either is NaN: b
+  static F select(I mask, F a, F b) { return mask ? a : b; }
+
+  // The first n of W numbers, the rest 0; reads nothing beyond.
+  static F load_some(const T* p, int n) {
+    F x = {};
+    for (int i = 0; i < n; ++i) x[i] = p[i];
+    return x;
+  }
+  static void store_some(T* p, F x, int n) {
+    for (int i = 0; i < n; ++i) p[i] = x[i];
+  }
+  static bool any(I mask) {
+    Int found = 0;
+    for (int i = 0; i < W; ++i) found |= mask[i];
+    return found != 0;
+  }
+  static T sum(F x) {  // pairwise, in an order that does not depend on the instruction set's W beyond its value
+    T part[W];
+    store(part, x);
+    for (int half = W / 2; half; half /= 2)
+      for (int i = 0; i < half; ++i) part[i] += part[i + half];
+    return part[0];
+  }
+
+  // Rows become columns: stage S swaps one bit of the row number with the same bit of the lane number.
+  static void transpose(F (&r)[W]) { exchange<1>(r, std::make_integer_sequence<int, W>()); }
+
+  // The sum over lanes of each of W vectors, in lane order.
+  static F sums(F (&r)[W]) { return folded<1>(r, std::make_integer_sequence<int, W>()); }
+
+ private:
+  template <int S, int... J>
+  static F folded(F* r, std::integer_sequence<int, J...> lanes) {
+    if constexpr (S < W) {
+#pragma GCC unroll 16
+      for (int i = 0; i < W / S; i += 2)
+        r[i / 2] = __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J - S : J)...) +
+                   __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J : J + S)...);
+      return folded<2 * S>(r, lanes);
+    } else {
+      return r[0];
+    }
+  }
+
+  template <int S, int... J>
+  static void exchange(F (&r)[W], std::integer_sequence<int, J...> lanes) {
+    if constexpr (S < W) {
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        if (i & S) continue;
+        const F a = r[i], b = r[i + S];
+        r[i] = __builtin_shufflevector(a, b, ((J & S) ? W + J - S : J)...);
+        r[i + S] = __builtin_shufflevector(a, b, ((J & S) ? W + J : J + S)...);
+      }
+      exchange<2 * S>(r, lanes);
+    }
+  }
+};
+
+// 2^x; at most 0.8 units in the last place off. Below -126.5 it is exactly 0; NaN stays NaN.
+template <class A>
+typename A::F exp2_of(typename A::F x) {
+  using T = typename A::T;
+  using F = typename A::F;
+  using I = typename A::I;
+  constexpr bool wide = sizeof(T) == 8;
+  constexpr int mantissa = wide ? 52 : 23;
+  constexpr typename A::Int one = wide ? 1023 : 127;
+  constexpr T magic = wide ? T(6755399441055744.0) : T(12582912.0);  // adding it rounds to an integer in the low bits
+  x = A::max(A::all(T(-one)), x);
+  const F shifted = x + magic;
+  const F f = x - (shifted - magic);
+  F p;
+  if constexpr (wide) {
+    // Taylor: on +-1/2 the first term left out is below 4e-18.
+    constexpr double c[] = {1.0,
+                            0.6931471805599453,
+                            0.2402265069591007,
+                            0.05550410866482158,
+                            0.009618129107628477,
+                            0.0013333558146428443,
+                            0.0001540353039338161,
+                            1.525273380405984e-05,
+                            1.3215486790144305e-06,
+                            1.0178086009239696e-07,
+                            7.0549116208011233e-09,
+                            4.4455382718708114e-10,
+                            2.5678435993488202e-11,
+                            1.3691488853904128e-12};
+    p = A::all(c[13]);
+#pragma GCC unroll 16
+    for (int i = 12; i >= 0; --i) p = A::fma(p, f, A::all(c[i]));
+  } else {
+    // Minimax on +-1/2: relative error 1.9e-9, so that only rounding is left.
+    constexpr float c[] = {1.0f,         0.6931472057371945f,    0.2402264689047752f,    0.055503287770841354f,
+                           0.009618489f, 0.0013399931180900874f, 0.00015345807425801074f};
+    p = A::all(c[6]);
+#pragma GCC unroll 16
+    for (int i = 5; i >= 0; --i) p = A::fma(p, f, A::all(c[i]));
+  }
+  const I power = ((I)shifted + one) << mantissa;  // the low bits of `shifted` are the integer; the rest shifts out
+  return p * (F)power;
+}
+
+}  // namespace
+}  // namespace multihead

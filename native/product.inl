@@ -1,0 +1,77 @@
+// The one micro-kernel: C[m][L] from A(i,k) B[k][L], L = NR*W lanes. A is read number by number with any strides (keys
+// and values as they lie in memory), B is a packed panel of lanes (queries or weights).
+#pragma once
+
+#include "lanes.h"
+#include "plan.h"
+
+namespace multihead {
+namespace {
+
+// Sums of MR rows over k, held in registers. UnitK: A is contiguous along k, else along i.
+template <class A, int MR, int NR, bool UnitK>
+inline __attribute__((always_inline)) void accumulate(const typename A::T* a, index stride, const typename A::T* b,
+                                                      index depth, typename A::F (&sum)[MR][NR]) {
+  using F = typename A::F;
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) sum[i][c] = F{};
+#pragma GCC unroll 4
+  for (index k = 0; k < depth; ++k) {
+    F column[NR];
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) column[c] = A::load(b + (k * NR + c) * A::W);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      const F x = A::all(UnitK ? a[i * stride + k] : a[k * stride + i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) sum[i][c] = A::fma(x, column[c], sum[i][c]);
+    }
+  }
+}
+
+// Runs fn.template group<MR>(first) over `count` rows in groups of at most Most, the last ones evened out so that no
+// group is too short to hide the latency of its sums.
+template <int Most, class Fn>
+inline __attribute__((always_inline)) void in_groups(index count, Fn&& fn) {
+  index i = 0;
+  while (count - i >= 2 * Most || count - i == Most) {
+    fn.template group<Most>(i);
+    i += Most;
+  }
+  while (i < count) {
+    const index left = count - i;
+    const index take = left <= Most ? left : left - Most >= (Most + 1) / 2 ? index(Most) : (left + 1) / 2;
+    switch (take) {
+      case 1:
+        fn.template group<1>(i);
+        break;
+      case 2:
+        fn.template group<2>(i);
+        break;
+      case 3:
+        fn.template group<3>(i);
+        break;
+      case 4:
+        fn.template group<(Most < 4 ? Most : 4)>(i);
+        break;
+      case 5:
+        fn.template group<(Most < 5 ? Most : 5)>(i);
+        break;
+      case 6:
+        fn.template group<(Most < 6 ? Most : 6)>(i);
+        break;
+      case 7:
+        fn.template group<(Most < 7 ? Most : 7)>(i);
+        break;
+      default:
+        fn.template group<Most>(i);
+        break;
+    }
+    i += take;
+  }
+}
+
+}  // namespace
+}  // namespace multihead

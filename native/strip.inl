@@ -1,0 +1,136 @@
+// A strip: up to NR*W query rows side by side in vector lanes, with what they have summed so far.
+#pragma once
+
+#include "convert.inl"
+
+namespace multihead {
+namespace {
+
+template <class A>
+struct Strip {
+  using T = typename A::T;
+  using F = typename A::F;
+  using Int = typename A::Int;
+  static constexpr int W = A::W, Lanes = A::NR * A::W;
+
+  bool begun = false;
+  int nr = 0;              // vectors in use: the panels below are [..][nr * W]
+  index row = 0;           // the first of its rows within the (b, g) pair
+  int rows = 0;            // rows that exist; lanes beyond repeat the last one and are never stored
+  index first, last;       // keys that some lane sees lie in [first, last)
+  index common, uncommon;  // keys that every lane sees lie in [common, uncommon)
+  index query[Lanes], head[Lanes];
+  Int start[Lanes], stop[Lanes];
+  T* q;      // (D, lanes)
+  T* mixed;  // (V, lanes): sum of weight times value, not yet normalised
+  T* top;    // (lanes): the largest score
+  T* shift;  // (lanes): `top` in powers of two, rounded once; -inf while nothing is seen
+  T* total;  // (lanes): sum of the weights
+
+  // Which query and head each lane is, and which of the task's keys it sees.
+  void bound(const Plan& plan, const Task& task) {
+    const index low = task.key, high = task.key + task.keys;
+    first = high, last = low, common = low, uncommon = high;
+    const index group = plan.sizes.group();
+    index q = row / group, h = task.g * group + row % group;
+    for (int lane = 0; lane < nr * W; ++lane) {
+      if (lane && lane < rows && ++h == (task.g + 1) * group) h -= group, ++q;
+      query[lane] = q, head[lane] = h;
+      index from = plan.start.at(task.b, h, q), to = plan.stop.at(task.b, h, q);
+      from = from < low ? low : from;
+      to = to > high ? high : to;
+      if (from >= to) from = to = low;
+      start[lane] = static_cast<Int>(from);
+      stop[lane] = static_cast<Int>(to);
+      if (from < to && from < first) first = from;
+      if (to > last) last = to;
+      if (from > common) common = from;
+      if (to < uncommon) uncommon = to;
+    }
+    if (first >= last) first = last = low;
+  }
+
+  // Asks for the rows of q or out ahead of their use: they come from memory in strides that the CPU does not foresee.
+  void fetch(const View& view, const Plan& plan, const Task& task, index width, bool write) const {
+    for (int lane = 0; lane < rows; ++lane) {
+      const char* at = row_of(view, plan.type, task.b, head[lane], query[lane]);
+      for (index i = 0; i < width * bytes(plan.type); i += 64)
+        write ? __builtin_prefetch(at + i, 1) : __builtin_prefetch(at + i, 0);
+    }
+  }
+
+  // Lays the queries in lanes and empties the sums.
+  void begin(const Plan& plan, const Task& task, T* rowwise) {
+    const index lanes = nr * W;
+    pack(plan.q, plan.type, task.b, plan.sizes.D, rowwise, q);
+    begun = true;
+    std::memset(mixed, 0, sizeof(T) * plan.sizes.V * lanes);
+    for (int lane = 0; lane < lanes; ++lane) top[lane] = shift[lane] = -__builtin_inff(), total[lane] = 0;
+  }
+
+  // The lanes' rows of a view turned into to[width][lanes]. `rowwise` has room for W rows.
+  void pack(const View& view, Type type, index b, index width, T* rowwise, T* to) const {
+    const index lanes = nr * W;
+    const T* source[W];
+    for (int c = 0; c < nr; ++c) {
+      for (int i = 0; i < W; ++i) {
+        const int lane = c * W + i;
+        const void* at = row_of(view, type, b, head[lane], query[lane]);
+        if (stored_as<T>(type)) {
+          source[i] = static_cast<const T*>(at);
+        } else {
+          widen(at, type, width, rowwise + i * width);
+          source[i] = rowwise + i * width;
+        }
+      }
+      F block[W];
+      index d = 0;
+      for (; d + W <= width; d += W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) block[i] = A::load(source[i] + d);
+        A::transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) A::store(to + (d + i) * lanes + c * W, block[i]);
+      }
+      for (; d < width; ++d)
+        for (int i = 0; i < W; ++i) to[d * lanes + c * W + i] = source[i][d];
+    }
+  }
+
+  // Writes from[V][lanes] * factor, lane by lane, into rows of V numbers: to(lane) says where, and rows of another type
+  // than T go through `rowwise`.
+  template <class Where>
+  void write(const T* from, index V, Type type, const T* factor, T* rowwise, Where&& to) const {
+    const index lanes = nr * W;
+    for (int c = 0; c * W < rows; ++c) {
+      const int count = rows - c * W < W ? rows - c * W : W;
+      T* target[W];
+      for (int i = 0; i < W; ++i)
+        target[i] = stored_as<T>(type) && i < count ? static_cast<T*>(to(c * W + i)) : rowwise + i * V;
+      const F by = A::load(factor + c * W);
+      F block[W];
+      for (index v = 0; v < V; v += W) {
+        const int width = V - v < W ? static_cast<int>(V - v) : W;
+        if (width == W) {
+#pragma GCC unroll 16
+          for (int i = 0; i < W; ++i) block[i] = A::load(from + (v + i) * lanes + c * W) * by;
+        } else {
+          for (int i = 0; i < W; ++i) block[i] = i < width ? A::load(from + (v + i) * lanes + c * W) * by : F{};
+        }
+        A::transpose(block);
+        if (width == W) {
+#pragma GCC unroll 16
+          for (int i = 0; i < W; ++i)
+            if (i < count) A::store(target[i] + v, block[i]);
+        } else {
+          for (int i = 0; i < count; ++i) A::store_some(target[i] + v, block[i], width);
+        }
+      }
+      if (!stored_as<T>(type))
+        for (int i = 0; i < count; ++i) narrow(target[i], type, V, to(c * W + i));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace multihead

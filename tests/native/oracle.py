@@ -1,0 +1,242 @@
+"""Attention as its definition says it, in any dtype, and the native call on the same arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multihead import _native
+
+ISAS = _native.instruction_sets()
+NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+M32 = 0xFFFFFFFF
+
+
+def mix32(x: Tensor) -> Tensor:
+    x = (x ^ (x >> 16)) * 0x7FEB352D & M32
+    x = (x ^ (x >> 15)) * 0x846CA68B & M32
+    return x ^ (x >> 16)
+
+
+def kept(seed: int, p: float, B: int, H: int, Q: int, K: int) -> Tensor:
+    """Which weights dropout keeps, (B,H,Q,K)."""
+    b, h, q, k = (torch.arange(n) for n in (B, H, Q, K))
+    row = mix32(torch.tensor(seed & M32))
+    row = mix32(row ^ (seed >> 32))
+    row = mix32(row ^ b)[:, None]
+    row = mix32(row ^ h)[:, :, None]
+    row = mix32(row ^ q)[..., None]
+    bits = mix32(row ^ mix32((k + 0x9E3779B9) & M32))
+    return bits >= min(int(p * 2**32), M32)
+
+
+def one_by_one(a: Tensor, b: Tensor) -> Tensor:
+    """A matrix product that rounds every operation: no fused multiply-add, no clever order."""
+    total = a[..., :0].sum(-1, keepdim=True) * b[..., :1, :].nan_to_num()
+    for i in range(a.shape[-1]):
+        total = total + a[..., i, None] * b[..., i, None, :]
+    return total
+
+
+def from_the_end(a: Tensor, b: Tensor) -> Tensor:
+    """The same in the opposite order: on a handful of numbers one order is sometimes lucky."""
+    return one_by_one(a.flip(-1), b.flip(-2))
+
+
+@dataclass
+class Problem:
+    """Everything one call is given. `start` and `stop` are None, a ramp (offset, low, high) or an integer tensor."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    start: Any = None
+    stop: Any = None
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    seed: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        (B, H, Q, D), G, K, V = self.q.shape, self.k.shape[1], self.k.shape[2], self.v.shape[3]
+        return B, H, G, Q, K, D, V
+
+    def visible(self) -> Tensor:
+        """(B,H,Q,K), what each query sees."""
+        B, H, _, Q, K, _, _ = self.sizes
+        key, query = torch.arange(K), torch.arange(Q)[:, None]
+
+        def bound(given: Any, otherwise: int) -> Any:
+            if given is None:
+                return otherwise
+            if isinstance(given, tuple):
+                return (query + given[0]).clamp(given[1], given[2])
+            return given[..., None]
+
+        seen = (key >= bound(self.start, 0)) & (key < bound(self.stop, K))
+        seen = torch.broadcast_to(seen, (B, H, Q, K))
+        if self.allowed is not None:
+            seen = seen & self.allowed
+        if self.bias is not None:
+            seen = seen & (self.bias != -math.inf)
+        return seen
+
+    def scores(self, dtype: torch.dtype, product: Callable = torch.matmul) -> Tensor:
+        group = self.q.shape[1] // self.k.shape[1]
+        k = self.k.to(dtype).repeat_interleave(group, 1)
+        scores = product(self.q.to(dtype), k.mT) * self.scale
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.bias is not None:
+            scores = scores + self.bias.to(dtype)
+        return scores.masked_fill(~self.visible(), -math.inf)
+
+    def weights(self, dtype: torch.dtype, product: Callable = torch.matmul) -> tuple[Tensor, Tensor]:
+        """Weights before dropout, and the log-sum-exp."""
+        scores = self.scores(dtype, product)
+        if self.sinks is not None:
+            sink = self.sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sink], -1)
+        lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -math.inf)
+        seen = (scores != -math.inf).any(-1, keepdim=True)
+        weights = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
+        return weights[..., : self.k.shape[2]], lse
+
+    def plain(self, dtype: torch.dtype, product: Callable = torch.matmul) -> tuple[Tensor, Tensor]:
+        """Every operation in `dtype`; hidden values take no part."""
+        B, H, G, Q, K, _, _ = self.sizes
+        weights, lse = self.weights(dtype, product)
+        if self.dropout:
+            keep = kept(self.seed, self.dropout, B, H, Q, K)
+            weights = weights * keep / (1 - self.dropout) if self.dropout < 1 else weights * 0
+        v = self.v.to(dtype).repeat_interleave(H // G, 1)
+        if torch.isfinite(v).all():
+            return product(weights, v), lse
+        mixed = weights[..., None] * v[:, :, None]
+        return mixed.masked_fill(~self.visible()[..., None], 0.0).sum(-2), lse
+
+    def options(self) -> tuple[dict, list]:
+        """The mask and the options as the native calls take them, and what must stay alive meanwhile."""
+        B, H, _, Q, K, _, _ = self.sizes
+        bias = None if self.bias is None else self.bias.to(self.wide)
+        sinks = None if self.sinks is None else self.sinks.to(self.wide).contiguous()
+
+        def bound(given: Any) -> Any:
+            if given is None or isinstance(given, tuple):
+                return given
+            full = torch.broadcast_to(given, (B, H, Q))
+            return (full.data_ptr(), 64 if full.dtype == torch.int64 else 32, *full.stride())
+
+        def dense(given: Tensor | None) -> Any:
+            if given is None:
+                return None
+            full = torch.broadcast_to(given, (B, H, Q, K))
+            return (full.data_ptr(), *full.stride())
+
+        given = {
+            "start": bound(self.start),
+            "stop": bound(self.stop),
+            "allowed": dense(self.allowed),
+            "bias": dense(bias),
+            "sinks": 0 if sinks is None else sinks.data_ptr(),
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "seed": self.seed,
+        }
+        return given, [bias, sinks]
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def tensors(self) -> list:
+        return [x for t in (self.q, self.k, self.v) for x in (t.data_ptr(), t.shape, t.stride())]
+
+    def native(self, isa: str = "", threads: int = 2, out: Tensor | None = None, state: Tensor | None = None,
+               **more: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+        B, H, _, Q, _, _, V = self.sizes
+        out = torch.full((B, H, Q, V), math.nan, dtype=self.q.dtype) if out is None else out
+        lse = torch.full((B, H, Q), math.nan, dtype=self.wide)
+        options, _hold = self.options()
+        _native.attend(*self.tensors(), out.data_ptr(), out.stride(), NAMES[self.q.dtype], self.scale, threads,
+                       lse=lse.data_ptr(), state=0 if state is None else state.data_ptr(), isa=isa, **options, **more)  # fmt: skip
+        return out, lse
+
+    def native_gradients(self, d_out: Tensor, d_lse: Tensor | None = None, isa: str = "",
+                         threads: int = 2) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        B, H, _, Q, _, _, _ = self.sizes
+        state = torch.full((B, H, Q, 2), math.nan, dtype=self.wide)
+        self.native(isa, threads, state=state)
+        delta = torch.empty(B, H, Q, 2, dtype=self.wide)
+        grads = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v)]
+        options, _hold = self.options()
+        views = [x for t in (d_out, *grads) for x in (t.data_ptr(), t.stride())]
+        _native.backward(*self.tensors(), *views, state.data_ptr(), delta.data_ptr(), NAMES[self.q.dtype], self.scale,
+                         threads, d_lse=0 if d_lse is None else d_lse.data_ptr(), isa=isa, **options)  # fmt: skip
+        return grads[0], grads[1], grads[2]
+
+    def plain_gradients(self, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None = None) -> list[Tensor]:
+        """By autograd, every operation in `dtype`."""
+        inputs = [t.to(dtype).detach().requires_grad_() for t in (self.q, self.k, self.v)]
+        own = replace(self, q=inputs[0], k=inputs[1], v=inputs[2])
+        out, lse = own.plain(dtype)
+        total = (out * d_out.to(dtype)).sum()
+        if d_lse is not None:
+            total = total + (lse.masked_fill(lse == -math.inf, 0.0) * d_lse.to(dtype)).sum()
+        return [g.detach() for g in torch.autograd.grad(total, inputs)]
+
+
+def error(given: Tensor, exact: Tensor) -> float:
+    """The largest absolute error; infinities and NaN must agree."""
+    given, exact = given.double(), exact.double()
+    special = ~torch.isfinite(exact)
+    assert torch.equal(torch.isnan(given), torch.isnan(exact)), "NaN in other places"
+    assert torch.equal(given[special].nan_to_num(), exact[special].nan_to_num()), "infinities in other places"
+    return (given - exact)[~special].abs().max().item() if (~special).any() else 0.0
+
+
+def rounding(exact: Tensor, dtype: torch.dtype) -> float:
+    finite = exact[torch.isfinite(exact)]
+    return torch.finfo(dtype).eps * (finite.abs().max().item() if finite.numel() else 0.0)
+
+
+def assert_within_bound(problem: Problem, isa: str, **call: Any) -> None:
+    """At most twice the error of the plain implementation in the same dtype."""
+    out, lse = problem.native(isa, **call)
+    exact, exact_lse = problem.plain(torch.float64)
+    dtype = problem.q.dtype
+    if dtype == torch.float64:  # the oracle's own error is of the same size
+        assert error(out, exact) <= 64 * rounding(problem.v, dtype)
+        assert error(lse, exact_lse) <= 64 * (rounding(exact_lse, dtype) + torch.finfo(dtype).eps)
+        return
+    products = (torch.matmul, one_by_one, from_the_end) if problem.k.shape[2] else (torch.matmul,)
+    plain = max(error(problem.plain(dtype, product)[0], exact) for product in products)
+    assert error(out, exact) <= 2 * plain + rounding(exact, dtype)
+    # The log-sum-exp is float32 whatever the tensors are.
+    plain = max(error(problem.plain(torch.float32, product)[1], exact_lse) for product in products)
+    assert error(lse, exact_lse) <= 2 * plain + rounding(exact_lse, torch.float32)
+
+
+def random(B: int, H: int, G: int, Q: int, K: int, D: int, V: int, dtype: torch.dtype = torch.float32, draw: int = 0,
+           **options: Any) -> Problem:  # fmt: skip
+    make = torch.Generator().manual_seed(draw)
+    q, k, v = (torch.randn(B, h, n, d, generator=make, dtype=torch.float64).to(dtype)
+               for h, n, d in ((H, Q, D), (G, K, D), (G, K, V)))  # fmt: skip
+    return Problem(q, k, v, **{"scale": D**-0.5, **options})
+
+
+def causal(Q: int, K: int) -> dict:
+    return {"stop": (K - Q + 1, 0, K)}
+
+
+def window(Q: int, K: int, left: int, right: int) -> dict:
+    return {"start": (K - Q - left, 0, K), "stop": (K - Q + right + 1, 0, K)}

@@ -1,0 +1,100 @@
+"""Gradients against float64 autograd through the definition: the same table of sizes, masks and options."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import ISAS, Problem, error, rounding
+from test_kernel_forward import CASES, OPTIONS, Case, noise
+
+all_isas = pytest.mark.parametrize("isa", ISAS)
+NAMES = ("d_q", "d_k", "d_v")
+
+
+def check(problem: Problem, isa: str, with_lse: bool = False) -> None:
+    B, H, _, Q, _, _, V = problem.sizes
+    d_out = noise(B, H, Q, V).to(problem.q.dtype)
+    d_lse = noise(B, H, Q).to(problem.wide) if with_lse else None
+    ours = problem.native_gradients(d_out, d_lse, isa)
+    exact = problem.plain_gradients(torch.float64, d_out, d_lse)
+    plain = problem.plain_gradients(problem.q.dtype, d_out, d_lse)
+    eps = torch.finfo(problem.q.dtype).eps
+    for name, a, b, c in zip(NAMES, ours, exact, plain, strict=True):
+        own = 256 * eps * max(1.0, b.abs().max().item()) if problem.q.dtype == torch.float64 else 0.0
+        assert error(a, b) <= 2 * error(c, b) + rounding(b, problem.q.dtype) + own, name
+
+
+SOME = [c for c in CASES if c.Q and c.K and c.V]
+
+
+@all_isas
+@pytest.mark.parametrize("case", SOME, ids=lambda c: c.why)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gradients_within_twice_plain(case: Case, isa: str, dtype: torch.dtype) -> None:
+    check(case.problem(dtype), isa, with_lse=dtype != torch.bfloat16)
+
+
+@all_isas
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o not in ("sinks", "all at once")])
+@pytest.mark.parametrize("case", [CASES[2], CASES[5], CASES[9]], ids=lambda c: c.why)
+def test_options(option: str, case: Case, isa: str) -> None:
+    check(case.problem(**OPTIONS[option](case)), isa)
+
+
+@all_isas
+@pytest.mark.parametrize("option", ["sinks", "all at once"])
+def test_sinks_stand_in_the_denominator(option: str, isa: str) -> None:
+    check(CASES[2].problem(**OPTIONS[option](CASES[2])), isa)
+
+
+@all_isas
+def test_large_logits_keep_their_digits(isa: str) -> None:
+    problem = CASES[4].problem(scale=1.0)
+    problem.q[..., 0] = 100.0
+    problem.k[..., 0] = torch.where(torch.arange(problem.k.shape[2]) % 3 == 0, 100.0, -100.0)
+    check(problem, isa)
+
+
+@all_isas
+@pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
+def test_hidden_numbers_reach_no_gradient(where: str, isa: str) -> None:
+    """A NaN spoils the gradients of the rows and keys that meet it, and no others."""
+    case = CASES[4]
+    clean, dirty = case.problem(), case.problem()
+    d_out = noise(case.B, case.H, case.Q, case.V)
+    spoiled, at = d_out.clone(), 100
+    if where == "d_out":
+        spoiled[:, :, at] = math.nan
+    else:
+        getattr(dirty, where)[:, :, at] = math.nan
+    a, b = clean.native_gradients(d_out, isa=isa), dirty.native_gradients(spoiled, isa=isa)
+    if where in ("k", "v"):  # queries before key 100 do not see it; keys that only they see do not exist
+        assert torch.equal(a[0][:, :, :at], b[0][:, :, :at])
+        assert torch.isnan(b[0][:, :, at:]).all()
+    else:  # keys after query 100 are hidden from it
+        assert torch.equal(a[1][:, :, at + 1 :], b[1][:, :, at + 1 :])
+        assert torch.equal(a[2][:, :, at + 1 :], b[2][:, :, at + 1 :])
+        assert torch.isnan(b[1][:, :, : at + 1]).all()
+        others = [i for i in range(case.Q) if i != at]
+        assert torch.equal(a[0][:, :, others], b[0][:, :, others])
+
+
+@all_isas
+def test_a_query_that_sees_nothing_has_no_gradient(isa: str) -> None:
+    problem = CASES[3].problem()
+    d_out = noise(1, 2, 65, 40)
+    d_out[:, :, 0] = math.nan
+    d_q, d_k, d_v = problem.native_gradients(d_out, isa=isa)
+    assert (d_q[:, :, :2] == 0).all()
+    assert torch.isfinite(d_k).all()
+    assert torch.isfinite(d_v).all()
+
+
+@all_isas
+def test_bits_do_not_depend_on_threads(isa: str) -> None:
+    problem = CASES[4].problem()
+    d_out = noise(1, 2, 197, 64)
+    one, three = (problem.native_gradients(d_out, isa=isa, threads=n) for n in (1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))

@@ -1,0 +1,62 @@
+"""Guard pages: every tensor ends where its page ends, and the next page may not be touched."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import pytest
+import torch
+from oracle import ISAS, Problem, random
+from test_kernel_forward import CASES, Case
+
+libc = ctypes.CDLL(None, use_errno=True)
+PAGE = mmap.PAGESIZE
+
+
+class Guarded:
+    """Memory whose last byte is followed by a page that may not be touched."""
+
+    def __init__(self) -> None:
+        self.maps: list = []
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        size = max(1, tensor.numel() * tensor.element_size())
+        pages = (size + PAGE - 1) // PAGE
+        area = mmap.mmap(-1, (pages + 1) * PAGE)
+        self.maps.append(area)
+        whole = torch.frombuffer(area, dtype=torch.uint8)
+        if libc.mprotect(ctypes.c_void_p(whole.data_ptr() + pages * PAGE), PAGE, 0):
+            pytest.skip("mprotect is not allowed here")
+        if not tensor.numel():
+            return tensor
+        flat = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=pages * PAGE - size)
+        flat.copy_(tensor.flatten())
+        return flat.view(tensor.shape)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES[:11], ids=lambda c: c.why)
+def test_nothing_beyond_a_tensor_is_touched(case: Case, dtype: torch.dtype, isa: str) -> None:
+    memory = Guarded()
+    plain = case.problem(dtype)
+    q, k, v = (memory.copy(t) for t in (plain.q, plain.k, plain.v))
+    own = Problem(q, k, v, plain.scale, plain.start, plain.stop)
+    B, H, _, Q, K, _, V = plain.sizes
+    own.allowed = plain.allowed = memory.copy(torch.rand(B, 1, Q, K) > 0.2)
+    out = memory.copy(torch.zeros(B, H, Q, V, dtype=dtype))
+    own.native(isa, out=out)
+    assert torch.equal(out, plain.native(isa)[0])
+    if dtype != torch.float16:
+        d_out = memory.copy(torch.ones(B, H, Q, V, dtype=dtype))
+        a, b = own.native_gradients(d_out, isa=isa), plain.native_gradients(d_out.clone(), isa=isa)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_guard_guards() -> None:
+    assert random(1, 1, 1, 1, 1, 1, 1).sizes == (1, 1, 1, 1, 1, 1, 1)
+    memory = Guarded()
+    tensor = memory.copy(torch.arange(5.0))
+    assert (tensor.data_ptr() + 20) % PAGE == 0

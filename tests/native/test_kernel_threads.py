@@ -1,0 +1,81 @@
+"""Threads: one OpenMP pool for torch and the kernel, safe calls from several Python threads, and after a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import causal, random
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_there_is_one_openmp_pool():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line}) == 1
+
+
+def test_python_threads_overlap_and_agree():
+    problem = random(1, 4, 4, 120, 500, 32, 32, **causal(120, 500))
+    expected = problem.native(threads=1)[0]
+    results: list = []
+    calls = [threading.Thread(target=lambda: results.append(problem.native(threads=2)[0])) for _ in range(6)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert len(results) == 6
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_the_interpreter_runs_during_a_call():
+    """A pure Python counter advances while the kernel works: the lock is released."""
+    problem = random(1, 2, 2, 1500, 1500, 64, 64)
+    problem.native(threads=1)
+    seen = []
+    call = threading.Thread(target=lambda: problem.native(threads=1))
+    call.start()
+    while call.is_alive():
+        seen.append(1)
+    assert len(seen) > 10
+
+
+FORK = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import torch
+from oracle import random
+problem = random(1, 4, 4, 200, 200, 16, 16)
+expected = problem.native(threads=2)[0]          # the pool exists now
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(problem.native(threads=2)[0], expected) else 1)
+_, status = os.waitpid(child, 0)
+assert torch.equal(problem.native(threads=2)[0], expected)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_can_call():
+    code = FORK.format(folder=str(Path(__file__).parent))
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["portable", "sse9", "avx512"])
+def test_a_forced_instruction_set(name):
+    """MULTIHEAD_ISA is obeyed, or refused in words; never passed over."""
+    from multihead import _native
+
+    code = "from multihead import _native; print(_native.instruction_set())"
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "MULTIHEAD_ISA": name}, timeout=120,
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    if name in _native.instruction_sets():
+        assert run.stdout.strip() == name
+    else:
+        assert run.returncode != 0
+        assert f"instruction set '{name}' is" in run.stderr
