@@ -12,18 +12,18 @@ demo: $(VENV)/installed
 	$(BIN)/multihead show "I love pepperoni pizza" --mask causal
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses auto $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(ARGS)  # a process for each core, so a thread for each
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.cpp native/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.cpp native/*.h native/*.inl)
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard native/*.cpp native/*.h)
+	$(BIN)/clang-format -i $(wildcard native/*.cpp native/*.h native/*.inl)
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)
