@@ -182,6 +182,19 @@ def test_a_nan_that_was_cropped_away_does_not_come_back() -> None:
     assert layer(x, mask=mh.Causal(), cache=cache, lengths=[1, 3])[0, 0].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", [{}, {"capacity": 40}, {"window": 3}], ids=str)
+def test_a_call_that_fails_leaves_the_cache_as_it_was(kind: dict) -> None:
+    layer, x = a_layer(), drawn(2, 9, E)
+    cache = layer.new_cache(batch=2, **kind)
+    layer(x[:, :4], mask=mh.Causal(), cache=cache)
+    for wrong in ({"mask": torch.ones(3, 3, dtype=torch.bool)}, {"bias": torch.ones(9, 9, 9)}, {"backend": "fast"}):
+        with pytest.raises(ValueError, match="expected"):
+            layer(x[:, 4:], **({"mask": mh.Causal()} | wrong), cache=cache)
+    assert cache.length == 4
+    y = layer(x[:, 4:], mask=mh.Causal(), cache=cache)
+    close(y, layer(x, mask=mh.Causal(window=kind.get("window")))[:, 4:])
+
+
 def test_overflow_says_so_and_changes_nothing() -> None:
     layer, x = a_layer(), drawn(1, 5, E)
     cache = layer.new_cache(batch=1, capacity=4)
@@ -279,6 +292,17 @@ BAD = [
     (lambda a: a(drawn(2, 3, E), drawn(2, 3, E), lengths=[1, 1]), ValueError, "lengths= counts the tokens of x"),
     (lambda a: a.new_cache().crop(-1), ValueError, "length=-1: expected at least 0"),
     (lambda a: a.new_cache().reorder(torch.tensor([1])), ValueError, r"rows=\[1\]: expected row numbers 0…0"),
+    (
+        lambda a: a.new_cache(2).crop(torch.tensor([-2, 3])),
+        ValueError,
+        "expected a whole number for each of the B=2 rows",
+    ),
+    (
+        lambda a: a.new_cache(2).crop(torch.tensor([2.0, 3.0])),
+        ValueError,
+        "expected a whole number for each of the B=2 rows",
+    ),
+    (lambda a: a(drawn(1, 2, E), cache=True), TypeError, r"cache is a bool: expected one from new_cache\(\)"),
     (lambda a: a.new_cache().reorder(torch.tensor([0.5])), ValueError, "expected one axis of row numbers"),
 ]
 

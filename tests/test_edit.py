@@ -113,6 +113,23 @@ def test_bad_edits_are_named(layer, edit, message: str) -> None:
         pass
 
 
+def test_patched_weights_are_taken_by_the_reference_only_and_checked_as_ever(layer, x) -> None:
+    with mh.patch(layer, "weights", lambda w: w):
+        with pytest.raises(ValueError, match="which only reference takes"):
+            layer(x, backend="sdpa")
+        with pytest.raises(ValueError, match="bias has shape"):
+            layer(x, bias=torch.ones(9, 9, dtype=torch.float64))
+    with mh.ablate(layer, heads=[0], with_=torch.ones(7, 9, 9, 9)), pytest.raises(ValueError, match="with_ has shape"):
+        layer(x)
+
+
+def test_a_trace_under_autocast_keeps_its_weights_exact() -> None:
+    layer, x = mh.MultiHeadAttention(24, heads=6), torch.randn(2, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = mh.trace(layer, x)["weights"]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 6, 5))
+
+
 def test_a_patch_of_the_wrong_shape_is_named(layer, x) -> None:
     with (
         mh.patch(layer, "q", lambda t: t[:1]),

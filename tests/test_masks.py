@@ -149,6 +149,20 @@ def test_a_block_of_what_is_allowed_is_cut_from_the_whole() -> None:
         assert torch.equal(block, whole[:, :, 1:4, 2:6]), mask
 
 
+def test_documents_may_differ_by_row_on_either_side() -> None:
+    rows = mh.Documents([2, 3], [[1, 4], [2, 3]]).dense(5, 5)
+    for b, key_lengths in enumerate(([1, 4], [2, 3])):
+        assert torch.equal(rows[b, 0], mh.Documents([2, 3], key_lengths).dense(5, 5))
+    assert torch.equal(mh.Documents([[2, 3], [1, 4]]).dense(5, 5)[1, 0], mh.Documents([1, 4]).dense(5, 5))
+
+
+def test_a_decode_step_sees_everything() -> None:
+    assert lower(mh.Causal(), Frame.of(1, 9), B=1, H=1).is_everything
+    assert lower(mh.Causal(window=9), Frame.of(1, 9), B=1, H=1).is_everything
+    assert not lower(mh.Causal(window=8), Frame.of(1, 9), B=1, H=1).is_everything
+    assert not lower(mh.Causal(), Frame.of(2, 9), B=1, H=1).is_everything
+
+
 def test_masks_draw_themselves() -> None:
     assert mh.Causal().draw(2, 3) == "■ ■ ·\n■ ■ ■"
     per_head = mh.Allowed(torch.tensor([[[True]], [[False]]]))
@@ -189,6 +203,11 @@ BAD = [
     (lambda: mh.Allowed(torch.zeros(2, 2)), TypeError, "give scores to add as bias="),
     (lambda: mh.Allowed([[True]]), TypeError, "tensor is a list: expected a bool tensor"),
     (lambda: mh.Causal() & torch.zeros(2, 2), TypeError, "give scores to add as bias="),
+    (
+        lambda: mh.Allowed(torch.ones(3, 3, dtype=torch.bool)).draw(4, 4),
+        ValueError,
+        r"shape \(3, 3\): expected .*\(Q,K\)=\(4, 4\)",
+    ),
     (lambda: mh.Causal() & "padding", TypeError, "mask is a str"),
 ]
 

@@ -190,6 +190,10 @@ class Cache:
         """Forget all but the first `length` tokens of each row (speculative decoding); rows that are shorter stay."""
         if not isinstance(length, Tensor):
             require_int("length", length, 0)
+        elif length.dtype.is_floating_point or length.shape != (self.batch,) or bool((length < 0).any()):
+            raise ValueError(
+                f"length is {describe(length)}: expected a whole number for each of the B={self.batch} rows"
+            )
         shorter: int | Tensor
         if isinstance(length, Tensor) or isinstance(self.length, Tensor):
             device = self._k.device
@@ -215,6 +219,14 @@ class Cache:
         self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
         self.length = self.length[rows] if isinstance(self.length, Tensor) else self.length
         self.dropped = self.dropped[rows] if isinstance(self.dropped, Tensor) else self.dropped
+
+    def mark(self) -> tuple[int | Tensor, int | Tensor, Tensor, Tensor]:
+        """Where the cache stands now, for `back_to`: new tokens are only ever written behind it."""
+        return self.length, self.dropped, self._k, self._v
+
+    def back_to(self, mark: tuple[int | Tensor, int | Tensor, Tensor, Tensor]) -> None:
+        """Forget what came since `mark`."""
+        self.length, self.dropped, self._k, self._v = mark
 
     def fork(self) -> "Cache":
         """A cache that goes on from here on its own: what joins one does not reach the other."""

@@ -82,7 +82,9 @@ def show(
     x = torch.stack([_vector(word, width, seed) for word in words])  # (N, E)
     with torch.inference_mode():
         trace = mh.trace(layer, x, mask=mh.Causal() if mask is MaskName.causal else None, labels=words)
-    Console(highlight=False).print(trace)
+    console = Console(highlight=False)
+    console.print(f"Random weights (seed {seed}) and a random vector for each word: numbers are real, meanings not.\n")
+    console.print(trace)
 
 
 def _vector(word: str, width: int, seed: int) -> torch.Tensor:

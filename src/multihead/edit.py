@@ -8,6 +8,7 @@ from torch import Tensor
 
 from multihead import steps
 from multihead.layer import INSIDE, MultiHeadAttention
+from multihead.masks import check_broadcast
 
 NAMES = ("q", "k", "v", "q_heads", "k_heads", "v_heads", *INSIDE, "heads", "transposed", "merged")
 
@@ -84,6 +85,7 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
         index = torch.tensor(chosen, device=t.device, dtype=torch.long)
         old = t.index_select(1, index)  # (B, h, Q, V)
         if isinstance(with_, Tensor):
+            check_broadcast("with_", with_, old.shape, "(B,heads,Q,V)")
             new = with_.to(t).expand_as(old)
         elif with_ == "mean":
             new = old.mean(dim=(0, 2), keepdim=True).expand_as(old)

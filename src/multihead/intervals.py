@@ -35,6 +35,9 @@ class Ramp:
     def constant(value: int) -> "Ramp":
         return Ramp(0, value, value)
 
+    def at(self, q: int) -> int:
+        return max(min(q + self.offset, self.high), self.low)
+
     def tensor(self, Q: int, device: torch.device | None) -> Tensor:
         return (torch.arange(Q, device=device) + self.offset).clamp(self.low, self.high)  # (Q,)
 
@@ -144,7 +147,9 @@ class Visible:
 
     @property
     def is_everything(self) -> bool:
-        return self.dense is None and self.start == Ramp.constant(0) and self.stop == Ramp.constant(self.K)
+        if self.dense is not None or isinstance(self.start, Tensor) or isinstance(self.stop, Tensor):
+            return False
+        return self.start.at(max(self.Q - 1, 0)) <= 0 and self.stop.at(0) >= self.K  # ramps only ever rise
 
     @property
     def is_square_causal(self) -> bool:

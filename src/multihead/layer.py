@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from multihead import steps
-from multihead.attend import attend
-from multihead.backends import under_autocast
+from multihead.attend import attend, prepare
+from multihead.backends import under_autocast, without_autocast
 from multihead.cache import Cache, ContextCache
 from multihead.intervals import Frame, Visible
 from multihead.lens import Lens, look
@@ -173,6 +173,27 @@ class MultiHeadAttention(nn.Module):
         Returns:
             the shape of `x`.
         """
+        if not isinstance(cache, Cache) or torch.compiler.is_compiling():
+            return self._seven_steps(x, context, mask, positions, context_positions, cache, lengths, bias, backend)
+        before = cache.mark()
+        try:
+            return self._seven_steps(x, context, mask, positions, context_positions, cache, lengths, bias, backend)
+        except Exception:
+            cache.back_to(before)  # a call that fails leaves the cache as it was
+            raise
+
+    def _seven_steps(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Tensor | None,
+        context_positions: Tensor | None,
+        cache: Cache | ContextCache | None,
+        lengths: Tensor | list[int] | None,
+        bias: Tensor | None,
+        backend: str | None,
+    ) -> Tensor:
         q_heads, k_heads, v_heads, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths)
         heads = self._tap("heads", self._score_and_mix(q_heads, k_heads, v_heads, visible, bias, backend))  # steps 3, 4
         transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
@@ -214,6 +235,10 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Visible]:
         """Steps 1 and 2, where queries, keys and values are ready to meet, and who may see whom."""
         self._check_input("x", x, self.sizes.E, self.q_proj)
+        if context is not None and not isinstance(context, Tensor):
+            raise TypeError(f"context is a {type(context).__name__}: expected a tensor; a mask goes to mask=")
+        if cache is not None and not isinstance(cache, Cache | ContextCache):
+            raise TypeError(f"cache is a {type(cache).__name__}: expected one from new_cache()")
         if x.dim() == 2:
             x = x[None]
             context = None if context is None else context[None] if context.dim() == 2 else context
@@ -277,14 +302,25 @@ class MultiHeadAttention(nn.Module):
         """Steps 3 and 4, in one kernel unless a tap wants to change what is inside."""
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "bias": bias}
         dropout = self.dropout if self.training else 0.0
-        if self._inside is None:
-            return attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
-        allowed = None if visible.is_everything else visible.allowed(q.device)
+        if self._inside == "change":
+            if backend not in (None, "reference"):
+                raise ValueError(
+                    f"backend={backend!r}: scores, masked and weights are patched, which only reference takes"
+                )
+            return self._written_out(q, k, v, visible, options, dropout)
         if self._inside == "watch":  # the kernel that runs is the one that would have run unwatched
-            steps.attend(q, k, v, allowed=allowed, tap=self._tap, **options)
-            return attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
+            self._written_out(q, k, v, visible, options, 0.0)
+        return attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
+
+    def _written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict[str, Any], dropout: float
+    ) -> Tensor:
+        """Steps 3 and 4 as the specification has them, shown to the taps."""
+        call = prepare(q, k, v, visible, *options.values(), dropout, False)
         seed = torch.randint(2**63 - 1, (), device=q.device) if dropout else None
-        return steps.attend(q, k, v, allowed=allowed, dropout=dropout, seed=seed, tap=self._tap, **options)[0]
+        drops: dict[str, Any] = {"dropout": dropout, "seed": seed, "tap": self._tap}
+        with without_autocast(call.q.device):
+            return steps.attend(call.q, call.k, call.v, allowed=call.allowed(), **options, **drops)[0]
 
     @overload
     def new_cache(self, *, context: Tensor, context_positions: Tensor | None = None) -> ContextCache: ...

@@ -108,6 +108,8 @@ def _int_tensor(name: str, value: object) -> Tensor:
             raise TypeError(f"{name} has dtype {value.dtype}: expected whole numbers")
         return value.long()
     if isinstance(value, Sequence) and not isinstance(value, str):
+        if value and all(isinstance(row, Sequence) and not isinstance(row, str) for row in value):
+            return torch.stack([_int_tensor(f"{name}[{n}]", row) for n, row in enumerate(value)])
         return torch.tensor(
             [require_int(f"{name}[{n}]", length, 0) for n, length in enumerate(value)], dtype=torch.long
         )
@@ -286,6 +288,7 @@ class Documents(Mask):
                 _check_range(name, t, None, "document lengths")
                 if bool((t.sum(-1) != total).any()):
                     raise ValueError(f"{name}={t.tolist()} adds up to {t.sum(-1).tolist()}: expected {axis}={total}")
+        lengths, keys = torch.broadcast_tensors(lengths, keys)
         query_end, key_end = lengths.cumsum(-1), keys.cumsum(-1)
         query = torch.arange(frame.Q, device=frame.device).expand(*lengths.shape[:-1], frame.Q).contiguous()
         document = torch.searchsorted(query_end, query, right=True)  # the first that ends after the query
@@ -329,6 +332,12 @@ class Allowed(Mask):
             raise TypeError(f"the mask is a {self.tensor.dtype} tensor: expected bool, True = may attend")
 
     def within(self, frame: Frame) -> Visible:
+        rows = self.tensor.shape[-2:]
+        if len(rows) and any(have not in (1, want) for have, want in zip(reversed(rows), (frame.K, frame.Q))):
+            shape, wanted = tuple(self.tensor.shape), (frame.Q, frame.K)
+            raise ValueError(
+                f"the mask has shape {shape}: expected one that broadcasts to (B,H,Q,K) with (Q,K)={wanted}"
+            )
         return replace(frame.everything, dense=self.tensor.to(frame.device))
 
 

@@ -152,7 +152,7 @@ def _heat_maps(trace: "Trace") -> list[RenderableType]:
     H, Q, K = weights.shape
     percent = K <= PERCENT_UP_TO
     unit = "in percent" if percent else f"as shades, {SHADES[0]} least to {SHADES[-1]} most"
-    title = f"weights of every head, {unit}; query down, key across, each row adds up to 1"
+    title = f"weights of every head, {unit}; query down, key across"
     hidden = _one(trace, "masked") == -torch.inf
     maps = [_heat_map(f"head {h}", trace.labels, weights[h], hidden[h], percent) for h in range(min(H, MOST_HEADS))]
     parts: list[RenderableType] = [Group(Text(title, "italic"), Columns(maps, padding=(0, 3)))]
