@@ -12,16 +12,18 @@ SOURCE = Path(multihead.__file__).parent
 # Lower rows may import from rows above them, and from their own row only what stands to the left.
 ORDER = [
     ["sizes"],
+    ["selections"],
     ["intervals"],
     ["masks", "positions"],
     ["steps"],
     ["_native", "native"],
-    ["backends", "backends.reference", "backends.sdpa"],
+    ["backends", "backends.reference", "backends.sdpa", "backends.region", "backends.statistics"],
     ["attend"],
+    ["terminal", "plots"],
+    ["lens"],
     ["cache"],
     ["layer"],
     ["edit"],
-    ["terminal"],
     ["trace"],
     ["weights.arrange", "weights.layouts", "weights.files", "weights.recognise", "weights", "nn"],
     [""],  # the package itself

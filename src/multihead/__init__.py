@@ -13,6 +13,7 @@ from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.edit import ablate, patch
 from multihead.layer import MultiHeadAttention
+from multihead.lens import Lens, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, Window
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
@@ -28,6 +29,7 @@ __all__ = [
     "Causal",
     "ContextCache",
     "Documents",
+    "Lens",
     "Mask",
     "MultiHeadAttention",
     "Padding",
@@ -41,6 +43,7 @@ __all__ = [
     "backend",
     "explain",
     "load_weights",
+    "look",
     "nn",
     "patch",
     "save_weights",

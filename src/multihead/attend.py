@@ -6,14 +6,14 @@ refuses it in words; it never passes it on.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
 
 import torch
 from torch import Tensor
 
-from multihead.backends import Backend, Call
+from multihead.backends import Backend, Call, under_autocast, without_autocast
 from multihead.backends.reference import Reference
 from multihead.backends.sdpa import SDPA
 from multihead.intervals import Frame, Visible
@@ -91,10 +91,10 @@ def attend(
     >>> mh.attend(q, k, v, mask=mh.Causal()).shape
     torch.Size([1, 8, 4, 64])
     """
-    call = _prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
+    call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
     chosen = _choose(call, backend)
     seed = torch.randint(2**63 - 1, (), device=call.q.device) if call.dropout else None
-    with torch.autocast(call.q.device.type, enabled=False) if under_autocast(call.q.device) else nullcontext():
+    with without_autocast(call.q.device):
         out, lse = chosen.run(call, seed)
     if not return_lse:
         return out
@@ -102,11 +102,7 @@ def attend(
     return out, lse
 
 
-def under_autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def _prepare(
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -187,7 +183,7 @@ def explain(
       sdpa: refuses: torch's fused kernels have no softcap
     → reference: the seven steps as written, with the whole (Q, K) matrix in memory
     """
-    call = _prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
+    call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
     reasons = {}
     for name, candidate in BACKENDS.items():
         refusal = candidate.refuse(call)

@@ -4,11 +4,13 @@ Keys lie in order from the start of the buffer, never wrapped around, so that wh
 Rows of a batch may have different lengths.
 """
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
 from multihead.intervals import Frame
-from multihead.sizes import describe, require_int
+from multihead.sizes import Sizes, describe, require_int
 
 
 class CacheOverflow(ValueError):
@@ -210,6 +212,12 @@ class Cache:
         self.length = self.length[rows] if isinstance(self.length, Tensor) else self.length
         self.dropped = self.dropped[rows] if isinstance(self.dropped, Tensor) else self.dropped
 
+    def fork(self) -> "Cache":
+        """A cache that goes on from here on its own: what joins one does not reach the other."""
+        other = copy(self)
+        other._k, other._v = self._k.clone(), self._v.clone()
+        return other
+
     def reset(self) -> None:
         """Forget everything; the memory stays."""
         self.length = self.dropped = 0
@@ -247,6 +255,15 @@ class ContextCache:
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was (beam search)."""
         self.k, self.v = self.k.index_select(0, rows), self.v.index_select(0, rows)
+
+    def check(self, batch: int, sizes: Sizes) -> None:
+        """Refuse a call of other sizes."""
+        (B, G, _, D), V = self.k.shape, self.v.shape[3]
+        if (batch, sizes.D, sizes.V) != (B, D, V):
+            raise ValueError(
+                f"the context cache holds B={B}, G={G}, D={D}, V={V}, but this call has B={batch}, D={sizes.D}, "
+                f"V={sizes.V}: make it with this layer's new_cache(context=…)"
+            )
 
     def __repr__(self) -> str:
         return f"ContextCache({self.k.shape[2]} keys, B={self.batch}, G={self.k.shape[1]})"

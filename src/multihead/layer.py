@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from multihead import steps
-from multihead.attend import attend, under_autocast
+from multihead.attend import attend
+from multihead.backends import under_autocast
 from multihead.cache import Cache, ContextCache
 from multihead.intervals import Frame, Visible
+from multihead.lens import Lens, look
 from multihead.masks import Mask, Window, as_mask, check_broadcast, lower
 from multihead.positions import RoPE
 from multihead.sizes import Sizes, describe
@@ -175,9 +177,52 @@ class MultiHeadAttention(nn.Module):
         Returns:
             the shape of `x`.
         """
+        q_heads, k_heads, v_heads, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths)
+        heads = self._tap("heads", self._score_and_mix(q_heads, k_heads, v_heads, visible, bias, backend))  # steps 3, 4
+        transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
+        merged = self._tap("merged", steps.concatenate(transposed))  # step 6: (B, N, H·V)
+        output = self._tap("output", self.o_proj(merged))  # step 7: (B, N, E)
+        return output if x.dim() == 3 else output[0]
+
+    def look(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Mask | Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        cache: Cache | ContextCache | None = None,
+        lengths: Tensor | list[int] | None = None,
+        bias: Tensor | None = None,
+    ) -> Lens:
+        """A lens on the weights of the same call of `forward`, but for dropout; always with a batch axis.
+
+        A cache is read as if the tokens of `x` joined it, and stays as it was; the lens has a copy of the keys.
+
+        >>> layer, x = mh.MultiHeadAttention(32, heads=4, rope=True), torch.randn(5, 32)
+        >>> layer.look(x, mask=mh.Causal())
+        Lens(B=1, H=4, Q=5, K=5, float32 on cpu)
+        """
+        if self._inside == "change":
+            raise ValueError("scores, masked or weights are patched: a lens knows only what q and k make of them")
+        cache = cache.fork() if isinstance(cache, Cache) else cache
+        q, k, _, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths)
+        return look(q, k, visible, scale=self.scale, softcap=self.softcap, sinks=self.sinks, bias=bias)
+
+    def _meet(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Tensor | None,
+        context_positions: Tensor | None,
+        cache: Cache | ContextCache | None,
+        lengths: Tensor | list[int] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Visible]:
+        """Steps 1 and 2, where queries, keys and values are ready to meet, and who may see whom."""
         self._check_input("x", x, self.sizes.E, self.q_proj)
-        batched = x.dim() == 3
-        if not batched:
+        if x.dim() == 2:
             x = x[None]
             context = None if context is None else context[None] if context.dim() == 2 else context
         real = self._check_lengths(lengths, x, context, cache)
@@ -188,7 +233,9 @@ class MultiHeadAttention(nn.Module):
 
         if isinstance(cache, ContextCache):
             k_heads, v_heads = cache.k, cache.v
-            self._check_context_cache(cache, x, context)
+            if context is not None:
+                raise ValueError("the cache already holds the keys and values of a context: leave out context=")
+            cache.check(x.shape[0], self.sizes)
             frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
         else:
             k_heads, v_heads = self._keys_and_values(x, context, positions, context_positions)
@@ -202,12 +249,7 @@ class MultiHeadAttention(nn.Module):
                 frame = Frame.of(x.shape[1], k_heads.shape[2], x.device, used=real, real=real)
         k_heads, v_heads = self._tap("k_heads", k_heads), self._tap("v_heads", v_heads)
 
-        visible = lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
-        heads = self._tap("heads", self._score_and_mix(q_heads, k_heads, v_heads, visible, bias, backend))  # steps 3, 4
-        transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
-        merged = self._tap("merged", steps.concatenate(transposed))  # step 6: (B, N, H·V)
-        output = self._tap("output", self.o_proj(merged))  # step 7: (B, N, E)
-        return output if batched else output[0]
+        return q_heads, k_heads, v_heads, lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
 
     def _keys_and_values(
         self, x: Tensor, context: Tensor | None, positions: Tensor | None, context_positions: Tensor | None
@@ -352,13 +394,3 @@ class MultiHeadAttention(nn.Module):
             if low < 0 or high > x.shape[1]:
                 raise ValueError(f"lengths={real.tolist()}: expected 0…{x.shape[1]}, the number of tokens in x")
         return real
-
-    def _check_context_cache(self, cache: ContextCache, x: Tensor, context: Tensor | None) -> None:
-        if context is not None:
-            raise ValueError("the cache already holds the keys and values of a context: leave out context=")
-        B, G, _, D = cache.k.shape
-        if (B, D, cache.v.shape[3]) != (x.shape[0], self.sizes.D, self.sizes.V):
-            raise ValueError(
-                f"the context cache holds B={B}, G={G}, D={D}, V={cache.v.shape[3]}, but this call has B={x.shape[0]}, "
-                f"D={self.sizes.D}, V={self.sizes.V}: make it with this layer's new_cache(context=…)"
-            )

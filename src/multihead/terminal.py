@@ -1,4 +1,4 @@
-"""Traces as text: each step with its formula, its shapes and its numbers, and the weights as heat maps.
+"""Traces and lenses as text: each step with its formula, its shapes and its numbers, and the weights as heat maps.
 
 Colour helps and is never needed: a heat map has its percentages, or shades, in its characters.
 """
@@ -19,7 +19,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from multihead.selections import Selection, choose
+from multihead.sizes import require_int
+
 if TYPE_CHECKING:
+    from multihead.lens import Lens
     from multihead.trace import Trace
 
 MOST_ITEMS = 16  # rows and columns of a heat map, and rows of a table
@@ -31,10 +35,14 @@ PERCENT_UP_TO = 8  # keys: above that, a cell is a shade instead of a percentage
 
 def to_text(trace: "Trace") -> str:
     """The trace for `print`: coloured where that goes to a terminal that shows colours."""
+    return _as_text(render(trace))
+
+
+def _as_text(picture: RenderableType) -> str:
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((100, 24)).columns
     console = Console(file=io.StringIO(), force_terminal=coloured, width=width, legacy_windows=False, highlight=False)
-    console.print(render(trace))
+    console.print(picture)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip("\n")
 
@@ -145,18 +153,28 @@ def _heat_maps(trace: "Trace") -> list[RenderableType]:
     unit = "in percent" if percent else f"as shades, {SHADES[0]} least to {SHADES[-1]} most"
     title = f"weights of every head, {unit}; query down, key across, each row adds up to 1"
     hidden = _one(trace, "masked") == -torch.inf
-    maps = [_heat_map(f"head {h}", trace.labels, weights[h], hidden[h], percent) for h in range(min(H, MOST_HEADS))]
+    maps = [
+        _heat_map(f"head {h}", trace.labels, weights[h], percent, hidden=hidden[h]) for h in range(min(H, MOST_HEADS))
+    ]
     parts: list[RenderableType] = [Group(Text(title, "italic"), Columns(maps, padding=(0, 3)))]
     left = [f"the first {MOST_HEADS} of {H} heads"] if H > MOST_HEADS else []
     left += [f"the first {MOST_ITEMS} of {max(Q, K)} items"] if max(Q, K) > MOST_ITEMS else []
     return [*parts, Text(f"({', '.join(left)})", "dim")] if left else parts
 
 
-def _heat_map(title: str, rows: Sequence[str], weights: Tensor, hidden: Tensor, percent: bool) -> Text:
+def _heat_map(
+    title: str,
+    rows: Sequence[str],
+    weights: Tensor,
+    percent: bool,
+    most: int = MOST_ITEMS,
+    hidden: Tensor | None = None,
+) -> Text:
     """A head's weights; hidden ones are dots (or blanks), which a small weight is not."""
-    width = max((len(_short(name, 9)) for name in rows[:MOST_ITEMS]), default=0)
+    width = max((len(_short(name, 9)) for name in rows[:most]), default=0)
     picture = Text(title, "bold")
-    shown = (t[:MOST_ITEMS, :MOST_ITEMS].tolist() for t in (weights, hidden))
+    hidden = torch.zeros_like(weights, dtype=torch.bool) if hidden is None else hidden
+    shown = (t[:most, :most].tolist() for t in (weights, hidden))
     for name, row, unseen in zip(rows, *shown):
         picture.append(f"\n{_short(name, 9):<{width}} ", "not bold yellow")
         for weight, out_of_sight in zip(row, unseen):
@@ -181,3 +199,32 @@ def _meanings(trace: "Trace") -> list[RenderableType]:
         words = " ".join(item for item, visible in zip(trace.key_labels, row) if visible)
         lines.append(Text(f"{_short(name, 12):<13}", "yellow").append(f"“{words}”", "default"))
     return [Group(*lines)]
+
+
+def draw_lens(lens: "Lens", height: int, width: int, pool: str, heads: Selection, batch: int) -> str:
+    """The weights of each head, pooled to height × width; shades go from nothing to the largest of the head."""
+    B, H, Q, K = lens.shape
+    height, width = min(require_int("height", height, 1), Q), min(require_int("width", width, 1), K)
+    require_int("batch", batch, 0)
+    if batch >= B:
+        raise ValueError(f"batch={batch}: expected 0…{B - 1}, a row of the batch")
+    if not height or not width:
+        return f"no weights: Q={Q}, K={K}"
+    chosen = choose("heads", heads, H)
+    with torch.no_grad():
+        maps = lens.map(height, width, pool=pool, heads=chosen)[batch].float().cpu()  # (h, height, width)
+    numbers = torch.arange(H)[chosen].tolist()
+    rows = [str(n * Q // height) for n in range(height)]  # the first query of each bin
+    percent = K <= PERCENT_UP_TO and (height, width) == (Q, K)
+    if percent:
+        pictures = [_heat_map(f"head {h}", rows, w, True, Q) for h, w in zip(numbers, maps)]
+        title = "weights, in percent; query down, key across"
+    else:
+        tops = [float(w.nan_to_num().max()) for w in maps]
+        pictures = [
+            _heat_map(f"head {h}, {SHADES[-1]} = {top:.2g}", rows, w / (top or 1.0), False, max(height, width))
+            for h, w, top in zip(numbers, maps, tops)
+        ]
+        bins = f", {pool} of each bin: {Q} queries and {K} keys as {height} × {width}"
+        title = f"weights{'' if (height, width) == (Q, K) else bins}; query down, key across"
+    return _as_text(Group(Text(title), Columns(pictures, padding=(0, 3))))

@@ -3,6 +3,7 @@
 A backend says by name what it refuses and why; one that is named never falls back to another.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,3 +50,12 @@ class Backend(Protocol):
         """How it would compute the call, in a few words."""
 
     def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
+
+
+def under_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Inside the block products are computed in the dtype of their factors."""
+    return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()

@@ -1,0 +1,324 @@
+"""The lens: exact attention weights, and what they add up to, on demand and in O(N) memory.
+
+With q, k and the log-sum-exp any weight is exp(q·k·scale − lse), so nothing needs the (Q, K) matrix but `weights`.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from multihead import plots, steps, terminal
+from multihead.attend import prepare
+from multihead.backends import Call, statistics, without_autocast
+from multihead.backends.region import SIDE, At, Region
+from multihead.intervals import Visible
+from multihead.masks import Mask
+from multihead.selections import Chosen, Selection, choose, count, take
+from multihead.sizes import describe, require_int
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GRADIENT_BLOCK = 2**22  # scores held at once where the log-sum-exp needs a gradient
+
+
+def look(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | Visible | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> "Lens":
+    """A lens on the weights that `attend` uses for the same arguments, but for dropout.
+
+    Nothing is computed yet: the lens keeps q and k, not copies of them, and computes what it is asked for.
+
+    Args:
+        q: queries (B,H,Q,D).
+        k: keys (B,G,K,D), where G divides H: query head h reads key head h // (H//G).
+        mask: what each query may see, as in `attend`; `scale`, `softcap`, `sinks` and `bias` too.
+        scale: factor of the scores, 1/√D unless given.
+        softcap: scores become softcap · tanh(scores / softcap).
+        sinks: (H,) a logit for each head that joins the softmax's denominator.
+        bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
+        lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores.
+
+    >>> q, k, v = torch.randn(1, 8, 4096, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
+    >>> out, lse = mh.attend(q, k, v, mask=mh.Causal(), return_lse=True)
+    >>> lens = mh.look(q, k, mask=mh.Causal(), lse=lse)
+    >>> lens.rows(-1).shape, lens.map(64, 64, keys=range(4000, 4096)).shape
+    (torch.Size([1, 8, 1, 4096]), torch.Size([1, 8, 64, 64]))
+    """
+    return Lens(prepare(q, k, k, mask, scale, softcap, sinks, bias, 0.0, False), lse)
+
+
+class Lens:
+    """Attention weights and what they add up to, computed when asked for; made by `mh.look` or `layer.look`.
+
+    Shapes have a batch axis always. Heads, queries and keys are selected by an int (its axis stays), a slice, a range,
+    a list or a tensor of whole numbers; negative ones count from the end. A hidden weight is 0. Results are float32, or
+    float64 for float64.
+
+    `rows`, `columns` and `weights` are differentiable. The others are computed tile by tile and forget the tiles, so
+    their results refuse `backward`, in words, where q or k ask for a gradient.
+    """
+
+    def __init__(self, call: Call, lse: Tensor | None = None) -> None:
+        self._call = call
+        self._with_gradient = Region.of(call)
+        self._region = self._with_gradient.detach()
+        self._given = None if lse is None else _checked(lse, self._region)
+        self._lse = None if self._given is None else self._given.detach()
+        self._scanned: statistics.Scan | None = None
+        self._received: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Q, K)."""
+        return self._region.shape
+
+    @property
+    def visible(self) -> Visible:
+        """What the mask lets each query see."""
+        return self._call.visible
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of each query, (B,H,Q), sinks included; −inf where nothing is seen."""
+        return self._refuse_gradient("lse", self._lse_of().clone())
+
+    def rows(self, queries: Selection, heads: Selection = None) -> Tensor:
+        """All weights of some queries: (B,H,q,K)."""
+        h, q, _ = self._choose(heads, queries)
+        if self._call.needs_grad:
+            part = self._with_gradient.select(h, q)
+            with without_autocast(part.q.device):
+                return steps.weigh(_masked(part), _sinks(part))[0]
+        return statistics.weights(self._region.select(h, q), self._lse_of(h, q))
+
+    def columns(self, keys: Selection, heads: Selection = None) -> Tensor:
+        """How much every query attends to some keys: (B,H,Q,k)."""
+        h, _, k = self._choose(heads, None, keys)
+        if self._call.needs_grad:
+            part = self._with_gradient.select(h)
+            with without_autocast(part.q.device):
+                given = self._given is not None and self._given.requires_grad
+                lse = take(self._given, 1, h) if given else _lse_with_gradient(part)  # type: ignore[arg-type]
+                lse = lse.masked_fill(lse == -torch.inf, 0)  # nothing is seen: −inf − −inf is no number
+                return torch.exp(_masked(part.select(keys=k)) - lse[..., None])
+        return statistics.weights(self._region.select(h, None, k), self._lse_of(h))
+
+    def weights(self, heads: Selection = None) -> Tensor:
+        """All weights, (B,H,Q,K): the one result that takes O(Q·K) memory."""
+        return self.rows(None, heads)
+
+    def map(
+        self,
+        height: int,
+        width: int,
+        queries: Selection = None,
+        keys: Selection = None,
+        pool: str = "mean",
+        heads: Selection = None,
+    ) -> Tensor:
+        """The weights of these queries and keys as a picture, (B,H,height,width), of any resolution.
+
+        Bins are those of torch's adaptive pooling; where there are fewer queries or keys than bins, they repeat.
+
+        Args:
+            height: bins of queries.
+            width: bins of keys.
+            queries: which; all unless given. With `keys`, this zooms in, down to single weights.
+            keys: which; all unless given.
+            pool: "mean", or "max", which keeps single large weights visible.
+            heads: which; all unless given.
+
+        >>> q = k = torch.randn(1, 2, 3000, 16)
+        >>> lens = mh.look(q, k, mask=mh.Causal())
+        >>> lens.map(20, 30).shape, lens.map(5, 5, queries=range(2995, 3000), keys=range(5), pool="max").shape
+        (torch.Size([1, 2, 20, 30]), torch.Size([1, 2, 5, 5]))
+        """
+        require_int("height", height, 1)
+        require_int("width", width, 1)
+        if pool not in ("mean", "max"):
+            raise ValueError(f"pool={pool!r}: expected 'mean' or 'max'")
+        h, q, k = self._choose(heads, queries, keys)
+        for name, chosen in (("queries", q), ("keys", k)):
+            if count(chosen) == 0:
+                raise ValueError(f"there are no {name} to map: expected at least one")
+        part, lse = self._region.select(h, q, k), self._lse_of(h, q)
+        return self._refuse_gradient("map", statistics.pooled(part, lse, height, width, pool))
+
+    def top(self, n: int) -> tuple[Tensor, Tensor]:
+        """The n largest weights of each query and their keys, (B,H,Q,n) each, largest first.
+
+        Ties go to the lowest key. Where a query sees fewer than n keys, the rest has weight 0 and key −1.
+        """
+        require_int("n", n, 1)
+        weights, keys = statistics.top(self._region, self._lse_of(), n)
+        return self._refuse_gradient("top", weights), keys
+
+    def peak(self) -> tuple[Tensor, Tensor]:
+        """The largest weight of each query and its key, (B,H,Q) each; weight 0 and key −1 where nothing is seen.
+
+        Ties go to the lowest key. Shares one pass with `entropy`.
+        """
+        found = self._scan()
+        assert found.peak is not None
+        assert found.key is not None
+        return self._refuse_gradient("peak", found.peak.clone()), found.key.clone()
+
+    def entropy(self) -> Tensor:
+        """−Σ w ln w over the keys of each query, in nats: (B,H,Q).
+
+        The weight of a sink is no term of the sum, so the weights in it may add up to less than 1.
+        """
+        entropy = self._scan().entropy
+        assert entropy is not None
+        return self._refuse_gradient("entropy", entropy.clone())
+
+    def received(self) -> Tensor:
+        """How much attention each key gets from all queries together: (B,H,K)."""
+        if self._received is None:
+            self._received = statistics.received(self._region, self._lse_of())
+        return self._refuse_gradient("received", self._received.clone())
+
+    def mass(self, keys: Selection) -> Tensor:
+        """The weight of these keys together, for each query: (B,H,Q). A key given twice counts twice."""
+        _, _, k = self._choose(None, None, keys)
+        return self._refuse_gradient("mass", statistics.mass(self._region.select(keys=k), self._lse_of()))
+
+    def tiles(self, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
+        """Every weight that may be more than 0, once, a tile at a time: for statistics of one's own.
+
+        Gives where the tile lies, a slice for each axis of (B,H,Q,K), and the tile, which is yours to change.
+        `all_heads`: each tile has every head. There is no gradient.
+
+        >>> q = k = torch.randn(1, 2, 2000, 16)
+        >>> lens = mh.look(q, k)
+        >>> total = sum(tile.square().sum() for _, tile in lens.tiles())
+        >>> torch.allclose(total, lens.weights().square().sum())
+        True
+        """
+        yield from statistics.tiles(self._region, self._lse_of(), all_heads)
+
+    def plot(self, what: str = "map", **options: Any) -> "Figure":
+        """A matplotlib figure; see `multihead.plots`. Needs `pip install "multihead[plot]"`.
+
+        Args:
+            what: "map", the weights of each head pooled to at most 256 × 256; "weights", not pooled; "entropy", of
+                each head over the queries.
+            options: `heads=`, `queries=` and `keys=` (selections), `batch=` (a row of the batch, 0 unless given), and
+                for a map `height=`, `width=`, `pool=`.
+        """
+        return plots.plot(self, what, **options)
+
+    def draw(
+        self, height: int = 16, width: int = 16, pool: str = "mean", heads: Selection = None, batch: int = 0
+    ) -> str:
+        """The weights of each head as text, for a terminal: queries down, keys across.
+
+        >>> print(mh.look(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), mask=mh.Causal()).draw())
+        weights, in percent; query down, key across
+        head 0
+        0  100   0   0
+        1   50  50   0
+        2   33  33  33
+        """
+        return terminal.draw_lens(self, height, width, pool, heads, batch)
+
+    def __repr__(self) -> str:
+        (B, H, Q, K), k = self.shape, self._call.k
+        heads = f"H={H}" if k.shape[1] == H else f"H={H}, G={k.shape[1]}"
+        return f"Lens(B={B}, {heads}, Q={Q}, K={K}, {str(k.dtype).removeprefix('torch.')} on {k.device})"
+
+    def _choose(self, heads: Selection, queries: Selection, keys: Selection = None) -> tuple[Chosen, Chosen, Chosen]:
+        (_, H, Q, K), device = self.shape, self._call.q.device
+        return (
+            choose("heads", heads, H, device),
+            choose("queries", queries, Q, device),
+            choose("keys", keys, K, device),
+        )
+
+    def _lse_of(self, heads: Chosen | None = None, queries: Chosen | None = None) -> Tensor:
+        """The log-sum-exp of some heads' queries; kept where it had to be computed for all of them."""
+        (_, H, Q, _) = self.shape
+        heads, queries = slice(0, H) if heads is None else heads, slice(0, Q) if queries is None else queries
+        if self._lse is None and (count(heads), count(queries)) != (H, Q):
+            return statistics.scan(self._region.select(heads, queries), entropy_and_peak=False).lse
+        if self._lse is None:
+            self._lse = statistics.scan(self._region, entropy_and_peak=False).lse
+        return take(take(self._lse, 1, heads), 2, queries)
+
+    def _scan(self) -> statistics.Scan:
+        if self._scanned is None:
+            self._scanned = statistics.scan(self._region, self._lse)
+            self._lse = self._scanned.lse
+        return self._scanned
+
+    def _refuse_gradient(self, name: str, result: Tensor) -> Tensor:
+        if not self._call.needs_grad:
+            return result
+        sources = [t for t in (self._call.q, self._call.k, self._call.sinks, self._call.bias) if t is not None]
+        return _Refusal.apply(name, result, *sources)
+
+
+class _Refusal(torch.autograd.Function):
+    """A result that has no gradient and says so when asked for one."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, result: Tensor, *sources: Tensor) -> Tensor:
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.name} of a lens has no gradient: it is computed tile by tile and the tiles are not kept. rows() and "
+            "columns() have one; elsewhere compute under torch.no_grad(), or detach()"
+        )
+
+
+def _checked(lse: Tensor, region: Region) -> Tensor:
+    if not isinstance(lse, Tensor) or not lse.dtype.is_floating_point:
+        what = describe(lse) if isinstance(lse, Tensor) else type(lse).__name__
+        raise TypeError(f"lse is {what}: expected a floating tensor (B,H,Q), as attend(..., return_lse=True) gives it")
+    if lse.shape != region.shape[:3] or lse.device != region.q.device:
+        raise ValueError(f"lse is {describe(lse)}: expected (B,H,Q)={region.shape[:3]} on {region.q.device}")
+    return lse.to(region.exact).masked_fill(lse == torch.inf, torch.nan)  # a visible inf: no weights to speak of
+
+
+# With a gradient ------------------------------------------------------------------------------------------------------
+
+
+def _sinks(region: Region) -> Tensor | None:
+    return None if region.sinks is None else region.sinks.to(region.exact)
+
+
+def _masked(region: Region) -> Tensor:
+    """The scores of a region in one piece, through which gradients flow: (B, H, Q, K), −inf where hidden."""
+    B, H, Q, K = region.shape
+    scores = steps.score(region.q.to(region.exact), steps.repeat_heads(region.k.to(region.exact), H), region.scale)
+    allowed = region.allowed(At(slice(0, B), slice(0, H), slice(0, Q), slice(0, K)))
+    bias = None if region.bias is None else region.bias.to(region.exact)
+    return steps.hide(scores, allowed=allowed, softcap=region.softcap, bias=bias)
+
+
+def _lse_with_gradient(region: Region) -> Tensor:
+    """The log-sum-exp of each query, a block of queries at a time, which is computed again for the gradient."""
+
+    def of_block(part: Region) -> Tensor:
+        return steps.weigh(_masked(part), _sinks(part))[1]
+
+    B, H, Q, K = region.shape
+    step = max(1, min(SIDE, GRADIENT_BLOCK // max(1, B * H * K)))
+    parts = [region.select(queries=slice(n, min(n + step, Q))) for n in range(0, max(Q, 1), step)]
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(of_block, part, **options) for part in parts], dim=2)
