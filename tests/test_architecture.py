@@ -26,6 +26,7 @@ ORDER = [
     ["edit"],
     ["trace"],
     ["weights.arrange", "weights.layouts", "weights.files", "weights.recognise", "weights", "nn"],
+    ["hf.masks", "hf.interface", "hf.watch", "hf"],
     [""],  # the package itself
     ["cli"],
     ["__main__"],
