@@ -100,10 +100,11 @@ def mask(
 
 def _refuse_unused(config: Any) -> None:
     """Refuse a model that would take our mask but computes its attention itself."""
-    if config is None or getattr(config, "sub_configs", None):
+    if config is None:
         return
-    modelling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
-    if modelling is not None and not hasattr(modelling, "ALL_ATTENTION_FUNCTIONS"):
+    classes = [type(config), *(type(getattr(config, name, None)) for name in getattr(config, "sub_configs", ()))]
+    modelling = [sys.modules.get(cls.__module__.replace(".configuration_", ".modeling_")) for cls in classes]
+    if modelling[0] is not None and not any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modelling):
         raise ValueError(
             f"attn_implementation='multihead': models of type {config.model_type!r} do not use transformers' attention "
             "interface, they compute attention themselves; expected 'eager', or a model that uses the interface"
