@@ -128,7 +128,9 @@ class Architecture:
 
 
 def decoder(model: str, options: dict[str, Any], why: str, **more: Any) -> Architecture:
-    return Architecture(f"{model}ForCausalLM", f"{model}Config", options, text, why, True, pads="attention_mask", **more)
+    return Architecture(
+        f"{model}ForCausalLM", f"{model}Config", options, text, why, True, pads="attention_mask", **more
+    )
 
 
 def encoder(model: str, options: dict[str, Any], why: str) -> Architecture:
@@ -139,51 +141,224 @@ def vision(model: str, options: dict[str, Any], why: str) -> Architecture:
     return Architecture(f"{model}Model", f"{model}Config", options, image, why)
 
 
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": None}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 
 ARCHITECTURES = [
-    Architecture("GPT2LMHeadModel", "GPT2Config", GPT2, text, "does not pass output_attentions on", True, pads="attention_mask"),
+    Architecture(
+        "GPT2LMHeadModel", "GPT2Config", GPT2, text, "does not pass output_attentions on", True, pads="attention_mask"
+    ),
     decoder("GPTNeoX", TEXT, "a part of each head is turned"),
     decoder("GPTBigCode", GPT2, "one key/value head"),
     decoder("OPT", {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": 32}, "positions from the padding mask"),
     decoder("Llama", GROUPED, "grouped heads"),
-    Architecture("Llama4ForCausalLM", "Llama4TextConfig", {**GROUPED, **EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 4, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2}, text, "chunks", True, pads="attention_mask"),
+    Architecture(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **GROUPED,
+            **EXPERTS,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 4,
+            "no_rope_layers": [1, 0],
+            "interleave_moe_layer_step": 2,
+        },
+        text,
+        "chunks",
+        True,
+        pads="attention_mask",
+    ),
     decoder("Olmo2", GROUPED, "QK-norm over all heads"),
     decoder("Mistral", {**GROUPED, "sliding_window": 4}, "sliding window"),
     decoder("Mixtral", {**GROUPED, **EXPERTS, "sliding_window": 4}, "experts, sliding window"),
-    decoder("Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "one layer with a window, one without"),
+    decoder(
+        "Qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "one layer with a window, one without",
+    ),
     decoder("Qwen3", GROUPED, "QK-norm of each head"),
-    decoder("Gemma2", {**GROUPED, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}, "softcap, a scale that is not 1/√D"),
-    Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, text, "two kinds of layers, a cache for each", True, pads="attention_mask"),
+    decoder(
+        "Gemma2",
+        {**GROUPED, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
+        "softcap, a scale that is not 1/√D",
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        text,
+        "two kinds of layers, a cache for each",
+        True,
+        pads="attention_mask",
+    ),
     decoder("GptOss", {**GROUPED, **EXPERTS, "sliding_window": 4}, "sinks"),
-    decoder("Phi3", {**TEXT, "num_key_value_heads": 2, "sliding_window": 5, "rope_scaling": None}, "q, k and v in one projection"),
+    decoder(
+        "Phi3",
+        {**TEXT, "num_key_value_heads": 2, "sliding_window": 5, "rope_scaling": None},
+        "q, k and v in one projection",
+    ),
     decoder("SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}, "no RoPE in some layers"),
-    decoder("Cohere2", {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, "windows by layer"),
+    decoder(
+        "Cohere2",
+        {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "windows by layer",
+    ),
     decoder("Starcoder2", {**GROUPED, "sliding_window": 4}, "biases, sliding window"),
-    decoder("DeepseekV3", {**TEXT, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, "values narrower than keys"),
+    decoder(
+        "DeepseekV3",
+        {
+            **TEXT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        "values narrower than keys",
+    ),
     encoder("Bert", TEXT, "everyone sees everyone, but for padding"),
     encoder("Roberta", TEXT, "positions count from the padding"),
     encoder("XLMRoberta", TEXT, "the same, multilingual"),
     encoder("Albert", {**TEXT, "embedding_size": 16}, "one layer's weights for all layers"),
     encoder("Electra", {**TEXT, "embedding_size": 16}, "narrow embeddings"),
-    encoder("DistilBert", {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "pad_token_id": 0}, "names of its own"),
-    encoder("ModernBert", {**TEXT, "local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}, "windows both ways"),
-    Architecture("T5ForConditionalGeneration", "T5Config", T5, translation, "position bias, no scale", True, pads="attention_mask"),
-    Architecture("BartForConditionalGeneration", "BartConfig", ENCODER_DECODER, translation, "cross-attention", True, pads="attention_mask"),
-    Architecture("MarianMTModel", "MarianConfig", {**ENCODER_DECODER, "decoder_vocab_size": VOCABULARY}, translation, "translation", True, pads="attention_mask"),
-    Architecture("WhisperForConditionalGeneration", "WhisperConfig", {**ENCODER_DECODER, "num_mel_bins": 16, "max_source_positions": 12, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}, speech, "speech in, text out"),
+    encoder(
+        "DistilBert",
+        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "pad_token_id": 0},
+        "names of its own",
+    ),
+    encoder(
+        "ModernBert",
+        {**TEXT, "local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+        "windows both ways",
+    ),
+    Architecture(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        T5,
+        translation,
+        "position bias, no scale",
+        True,
+        pads="attention_mask",
+    ),
+    Architecture(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        ENCODER_DECODER,
+        translation,
+        "cross-attention",
+        True,
+        pads="attention_mask",
+    ),
+    Architecture(
+        "MarianMTModel",
+        "MarianConfig",
+        {**ENCODER_DECODER, "decoder_vocab_size": VOCABULARY},
+        translation,
+        "translation",
+        True,
+        pads="attention_mask",
+    ),
+    Architecture(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **ENCODER_DECODER,
+            "num_mel_bins": 16,
+            "max_source_positions": 12,
+            "max_target_positions": 32,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+        speech,
+        "speech in, text out",
+    ),
     vision("ViT", IMAGE, "every patch sees every patch"),
     vision("DeiT", IMAGE, "two extra tokens"),
     vision("Dinov2", {**IMAGE, "mlp_ratio": 2}, "layer scale"),
     vision("IJepa", IMAGE, "no class token"),
     vision("SiglipVision", IMAGE, "a head that pools by attention"),
-    Architecture("CLIPModel", "CLIPConfig", {"text_config": {**TEXT, "eos_token_id": 5}, "vision_config": IMAGE, "projection_dim": 16}, captions, "causal text and images in one model", pads="attention_mask"),
-    Architecture("SiglipModel", "SiglipConfig", {"text_config": {**TEXT, "projection_size": 32}, "vision_config": IMAGE}, captions, "text that sees everything, and images"),
-    vision("Beit", {**IMAGE, "vocab_size": VOCABULARY, "use_relative_position_bias": True}, "a bias of relative positions in two axes"),
-    Architecture("SwinModel", "SwinConfig", {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}, large_image, "shifted windows, a bias for each"),
-    Architecture("PaliGemmaForConditionalGeneration", "PaliGemmaConfig", {"text_config": {**GROUPED, "model_type": "gemma", "vocab_size": VOCABULARY + 3}, "vision_config": {**IMAGE, "model_type": "siglip_vision_model"}, "image_token_id": VOCABULARY, "projection_dim": 32}, prefixed_image, "a prefix that sees itself whole"),
-    Architecture("Gemma3ForConditionalGeneration", "Gemma3Config", {"text_config": {**GROUPED, "vocab_size": VOCABULARY + 3, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}, "vision_config": {**IMAGE, "model_type": "siglip_vision_model"}, "image_token_index": VOCABULARY, "mm_tokens_per_image": 9}, described_image, "image tokens see each other in a causal text"),
+    Architecture(
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": {**TEXT, "eos_token_id": 5}, "vision_config": IMAGE, "projection_dim": 16},
+        captions,
+        "causal text and images in one model",
+        pads="attention_mask",
+    ),
+    Architecture(
+        "SiglipModel",
+        "SiglipConfig",
+        {"text_config": {**TEXT, "projection_size": 32}, "vision_config": IMAGE},
+        captions,
+        "text that sees everything, and images",
+    ),
+    vision(
+        "Beit",
+        {**IMAGE, "vocab_size": VOCABULARY, "use_relative_position_bias": True},
+        "a bias of relative positions in two axes",
+    ),
+    Architecture(
+        "SwinModel",
+        "SwinConfig",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4},
+        large_image,
+        "shifted windows, a bias for each",
+    ),
+    Architecture(
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaConfig",
+        {
+            "text_config": {**GROUPED, "model_type": "gemma", "vocab_size": VOCABULARY + 3},
+            "vision_config": {**IMAGE, "model_type": "siglip_vision_model"},
+            "image_token_id": VOCABULARY,
+            "projection_dim": 32,
+        },
+        prefixed_image,
+        "a prefix that sees itself whole",
+    ),
+    Architecture(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": {
+                **GROUPED,
+                "vocab_size": VOCABULARY + 3,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {**IMAGE, "model_type": "siglip_vision_model"},
+            "image_token_index": VOCABULARY,
+            "mm_tokens_per_image": 9,
+        },
+        described_image,
+        "image tokens see each other in a causal text",
+    ),
 ]
 
 ITSELF = "computes its attention itself: transformers has not moved it to the attention interface"
@@ -204,14 +379,51 @@ class Refused:
 
 
 LEDGER = [
-    Refused("BloomForCausalLM", "BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4}, text, ITSELF),
+    Refused(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+        text,
+        ITSELF,
+    ),
     Refused("FalconForCausalLM", "FalconConfig", {**TEXT, "alibi": True}, text, CLASSES),
     Refused("GPTJForCausalLM", "GPTJConfig", {**GPT2, "rotary_dim": 4}, text, CLASSES),
-    Refused("GPTNeoForCausalLM", "GPTNeoConfig", {**TEXT, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, text, CLASSES),
+    Refused(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {**TEXT, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        text,
+        CLASSES,
+    ),
     Refused("CodeGenForCausalLM", "CodeGenConfig", {**GPT2, "rotary_dim": 4}, text, ITSELF),
-    Refused("MptForCausalLM", "MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64}, text, ITSELF),
+    Refused(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64},
+        text,
+        ITSELF,
+    ),
     Refused("MPNetModel", "MPNetConfig", TEXT, text, ITSELF),
     Refused("DebertaV2Model", "DebertaV2Config", TEXT, text, ITSELF),
-    Refused("SamVisionModel", "SamVisionConfig", {**IMAGE, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48, "num_pos_feats": 8}, image, CLASSES),
-    Refused("Swinv2Model", "Swinv2Config", {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4}, large_image, ITSELF),
+    Refused(
+        "SamVisionModel",
+        "SamVisionConfig",
+        {
+            **IMAGE,
+            "output_channels": 8,
+            "window_size": 2,
+            "global_attn_indexes": [1],
+            "mlp_dim": 48,
+            "num_pos_feats": 8,
+        },
+        image,
+        CLASSES,
+    ),
+    Refused(
+        "Swinv2Model",
+        "Swinv2Config",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4},
+        large_image,
+        ITSELF,
+    ),
 ]

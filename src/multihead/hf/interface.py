@@ -19,7 +19,7 @@ from multihead.lens import Lens, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Window, check_broadcast, lower
 
 NAME = "multihead"
-NEUTRAL = {  # what models pass along that says nothing about attention, or what the mask and the other arguments say too
+NEUTRAL = {  # says nothing about attention, or what the mask and the other arguments say too
     "cache_position",
     "deterministic",
     "inputs_embeds",
@@ -69,8 +69,8 @@ def attention(
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in NEUTRAL)
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention: 'multihead' does not know what that "
-            "does, and the result might be wrong; expected attn_implementation='eager' for this call"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention: 'multihead' does not know what "
+            "that does, and the result might be wrong; expected attn_implementation='eager' for this call"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible, bias = _visible(query, key, attention_mask, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
@@ -91,7 +91,7 @@ def attention(
 
 
 def _asked(output_attentions: bool | None) -> bool:
-    """Whether weights are wanted: by the argument, or by what transformers collects where a model does not pass it on."""
+    """Whether weights are wanted: the argument says so, or what transformers collects where a model drops it."""
     collected = output_capturing._active_collector.get()
     return bool(output_attentions) or any(name.endswith("attentions") for name in collected or ())
 
@@ -139,11 +139,13 @@ def _cut(k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None) -> tuple[T
     if not isinstance(start, Ramp) or not isinstance(stop, Ramp) or visible.dense is not None or Q == 0:
         return k, v, visible, bias
     first, last = _at(start, 0), max(_at(stop, Q - 1), _at(start, 0))
-    bounds = (_shift(bound, first, last, Q) for bound in (start, stop))
-    keys = slice(first, last)
+    keys, cut = (
+        slice(first, last),
+        Visible(Q, last - first, _shift(start, first, last, Q), _shift(stop, first, last, Q)),
+    )
     if bias is not None and bias.shape[-1] == K:
         bias = bias[..., keys]
-    return k[:, :, keys], v[:, :, keys], Visible(Q, last - first, *bounds), bias
+    return k[:, :, keys], v[:, :, keys], Visible(Q, last - first, start, stop), bias
 
 
 def _at(ramp: Ramp, query: int) -> int:

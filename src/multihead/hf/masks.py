@@ -33,7 +33,7 @@ class IntervalMask(Tensor):
     @staticmethod
     def __new__(cls, visible: Visible, batch: int, device: torch.device) -> "IntervalMask":
         shape = (batch, 1, visible.Q, visible.K)
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         made.visible = visible
         return made
 
@@ -41,13 +41,15 @@ class IntervalMask(Tensor):
         allowed = self.visible.allowed(self.device)
         return allowed[(None,) * (4 - allowed.dim())].expand(self.shape).contiguous()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"IntervalMask({self.visible})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func in (aten.detach.default, aten.alias.default):
             return IntervalMask(args[0].visible, args[0].shape[0], args[0].device)
         if func._schema.is_mutable:
@@ -69,7 +71,7 @@ def mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' mask interface: what (B, 1, Q, K) may see, as an `IntervalMask` or else a bool tensor.
+    """The mask interface of transformers: what (B, 1, Q, K) may see, as an `IntervalMask` or else a bool tensor.
 
     Query q stands at `q + q_offset` of the sequence, key k at `k + kv_offset`. `attention_mask` (B, length) is False
     where a token is padding. What else transformers passes only says when no mask is needed.
@@ -83,7 +85,8 @@ def mask(
             if attention_mask is not None:
                 visible = visible.intersect(_padding(attention_mask, frame, kv_offset), frame)
             return IntervalMask(visible, batch_size, torch.device(device))
-    return masking_utils.sdpa_mask(
+    evaluate: Callable[..., Any] = masking_utils.sdpa_mask
+    return evaluate(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,

@@ -77,7 +77,7 @@ class Seen(Mapping[Layer, Lens]):
             number += len(self._names)
         if number not in self._lenses:
             raise KeyError(f"layer {layer!r} was not called while watched: expected one of {sorted(self._lenses)}")
-        return self._lenses[number]  # type: ignore[index]
+        return self._lenses[number]
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(sorted(self._lenses))
@@ -125,7 +125,7 @@ def watch(
 
 @contextmanager
 def patch(model: nn.Module, layer: Layer, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside the block, `fn` is given what the heads of a layer put out, (B,H,Q,V), and what it returns takes its place.
+    """Inside the block, `fn` is given what a layer's heads put out, (B,H,Q,V), and what it returns takes its place.
 
     In `generate` it is called for every step, with Q the number of new tokens.
     """
