@@ -382,6 +382,20 @@ def test_masks_are_intervals_and_those_of_transformers(
     assert torch.equal(ours.clone(), theirs)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize(("Q", "q_offset"), [(13, 0), (3, 7), (1, 9), (5, 0)])
+def test_intervals_give_what_their_dense_mask_gives(function: Any, Q: int, q_offset: int) -> None:
+    """Keys that no query sees, at either end, are left out before the kernel: the bounds and the bias move along."""
+    q, k, v = torch.randn(2, 4, Q, 8), torch.randn(2, 2, 13, 8), torch.randn(2, 2, 13, 6)
+    intervals = mask(2, Q, 13, q_offset=q_offset, mask_function=function)
+    for bias in (None, torch.randn(1, 4, Q, 13)):
+        found, expected = (
+            attention(nn.Module(), q, k, v, given, position_bias=bias, output_attentions=True)
+            for given in (intervals, intervals.clone())
+        )
+        torch.testing.assert_close(found, expected)
+
+
 def test_holes_in_the_padding_cost_one_row() -> None:
     real = torch.tensor([[True, False, True, True], [True] * 4])
     ours = mask(2, 4, 4, attention_mask=real)

@@ -139,10 +139,8 @@ def _cut(k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None) -> tuple[T
     if not isinstance(start, Ramp) or not isinstance(stop, Ramp) or visible.dense is not None or Q == 0:
         return k, v, visible, bias
     first, last = _at(start, 0), max(_at(stop, Q - 1), _at(start, 0))
-    keys, cut = (
-        slice(first, last),
-        Visible(Q, last - first, _shift(start, first, last, Q), _shift(stop, first, last, Q)),
-    )
+    start, stop = _shift(start, first, last, Q), _shift(stop, first, last, Q)
+    keys = slice(first, last)
     if bias is not None and bias.shape[-1] == K:
         bias = bias[..., keys]
     return k[:, :, keys], v[:, :, keys], Visible(Q, last - first, start, stop), bias
