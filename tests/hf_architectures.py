@@ -109,7 +109,6 @@ class Architecture:
     inputs: Callable[[], dict[str, Tensor]]
     why: str
     generates: bool = False
-    caches: tuple[str, ...] = ("dynamic", "static")
     pads: str | None = None  # the name of the padding mask
 
     def build(self, attention: str = "multihead") -> nn.Module:

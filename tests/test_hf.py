@@ -114,9 +114,18 @@ def generate(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Any
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("architecture", GENERATING, **by_model)
 def test_generates_the_same_tokens(architecture: Architecture, cache: str) -> None:
-    if cache not in architecture.caches:
-        pytest.skip(f"{architecture.model} has no {cache} cache")
-    inputs = {"input_ids": tokens(2, 9), "attention_mask": padding(9, "left")}
+    assert_generates_as_eager(architecture, {"input_ids": tokens(2, 9), "attention_mask": padding(9, "left")}, cache)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model", ["Whisper", "PaliGemma", "Gemma3"])
+def test_generates_the_same_tokens_from_speech_and_images(model: str, cache: str) -> None:
+    architecture = next(a for a in ARCHITECTURES if a.model == f"{model}ForConditionalGeneration")
+    inputs = {name: t for name, t in architecture.inputs().items() if name != "decoder_input_ids"}
+    assert_generates_as_eager(architecture, inputs, cache)
+
+
+def assert_generates_as_eager(architecture: Architecture, inputs: dict[str, Tensor], cache: str) -> None:
     options = {"cache_implementation": cache, "return_dict_in_generate": True, "output_logits": True}
     ours, eager = (generate(architecture.build(name), inputs, **options) for name in ("multihead", "eager"))
     assert torch.equal(ours.sequences, eager.sequences)
