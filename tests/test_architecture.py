@@ -40,6 +40,7 @@ ORDER = [
     ["doctor.load"],
     ["doctor.run"],
     ["doctor"],
+    ["hf.masks", "hf.interface", "hf.watch", "hf"],
     [""],  # the package itself
     ["cli"],
     ["__main__"],

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import real_attention as real
 import torch
-from real_attention import CONTEXT, GROUPED, MODEL, PLAIN, B, E, G, H, N, Real, by_hand, plain, randomised, rotary
 from torch.testing import assert_close
 
 import multihead as mh
 from multihead.positions import alibi
 from multihead.weights import LAYOUTS
 from multihead.weights.layouts import REGISTERED
+from tests import real_attention as real
+from tests.real_attention import CONTEXT, GROUPED, MODEL, PLAIN, B, E, G, H, N, Real, by_hand, plain, randomised, rotary
 
 
 @dataclass

@@ -72,16 +72,27 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
     >>> torch.equal(y, layer.o_proj.bias.expand(5, 32))
     True
     """
+    fn = replacement(heads, with_)
+    check_heads([heads] if isinstance(heads, int) else heads, layer.sizes.H)
+    with patch(layer, "heads", fn):
+        yield
+
+
+def check_heads(heads: Sequence[int], H: int) -> None:
+    if any(isinstance(h, bool) or not isinstance(h, int) or not 0 <= h < H for h in heads):
+        raise ValueError(f"heads={list(heads)}: expected head numbers 0…{H - 1}")
+
+
+def replacement(heads: int | Sequence[int], with_: str | Tensor) -> Callable[[Tensor], Tensor]:
+    """A function of what all heads put out, (B, H, Q, V), that replaces these heads' part of it; see `ablate`."""
     chosen = [heads] if isinstance(heads, int) else list(heads)
-    H = layer.sizes.H
-    if any(isinstance(h, bool) or not isinstance(h, int) or not 0 <= h < H for h in chosen):
-        raise ValueError(f"heads={chosen}: expected head numbers 0…{H - 1}")
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"heads={chosen}: expected each head once")
     if not isinstance(with_, Tensor) and with_ not in ("zero", "mean"):
         raise ValueError(f"with_={with_!r}: expected 'zero', 'mean' or a tensor")
 
     def replace(t: Tensor) -> Tensor:
+        check_heads(chosen, t.shape[1])
         index = torch.tensor(chosen, device=t.device, dtype=torch.long)
         old = t.index_select(1, index)  # (B, h, Q, V)
         if isinstance(with_, Tensor):
@@ -93,5 +104,4 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
             new = torch.zeros_like(old)
         return t.index_copy(1, index, new)
 
-    with patch(layer, "heads", replace):
-        yield
+    return replace

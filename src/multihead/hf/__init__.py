@@ -1,0 +1,16 @@
+"""Hugging Face models on our attention: `model.set_attn_implementation("multihead")`.
+
+Importing this module registers the name, for `from_pretrained(..., attn_implementation="multihead")` too. `watch` gives
+a lens on every layer, `ablate` and `patch` change what heads put out; all three on the fast path, and in `generate`.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from multihead.hf.interface import NAME, attention
+from multihead.hf.masks import mask
+from multihead.hf.watch import ablate, attentions, patch, watch
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+__all__ = ["ablate", "attentions", "patch", "watch"]
