@@ -316,7 +316,7 @@ class MultiHeadAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict[str, Any], dropout: float
     ) -> Tensor:
         """Steps 3 and 4 as the specification has them, shown to the taps."""
-        call = prepare(q, k, v, visible, *options.values(), dropout, False)
+        call = prepare(q, k, v, visible, dropout=dropout, want_lse=False, **options)
         seed = torch.randint(2**63 - 1, (), device=q.device) if dropout else None
         drops: dict[str, Any] = {"dropout": dropout, "seed": seed, "tap": self._tap}
         with without_autocast(call.q.device):

@@ -335,9 +335,7 @@ class Allowed(Mask):
         rows = self.tensor.shape[-2:]
         if len(rows) and any(have not in (1, want) for have, want in zip(reversed(rows), (frame.K, frame.Q))):
             shape, wanted = tuple(self.tensor.shape), (frame.Q, frame.K)
-            raise ValueError(
-                f"the mask has shape {shape}: expected one that broadcasts to (B,H,Q,K) with (Q,K)={wanted}"
-            )
+            raise ValueError(f"the mask has shape {shape}: expected one that broadcasts, with (Q,K)={wanted}")
         return replace(frame.everything, dense=self.tensor.to(frame.device))
 
 
