@@ -458,7 +458,7 @@ def test_no_dense_mask_reaches_the_kernel(model: str, monkeypatch: pytest.Monkey
     built, inputs = architecture.build(), architecture.inputs()
     with torch.no_grad(), mh.hf.watch(built) as seen:
         built(**inputs, attention_mask=padding(inputs["input_ids"].shape[1], "left"))
-    assert all(lens.visible.dense is None for lens in seen.values())
+    assert all(lens._call.visible.dense is None for lens in seen.values())
 
 
 def test_no_dense_mask_in_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
