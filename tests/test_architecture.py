@@ -19,6 +19,7 @@ ORDER = [
     ["_native", "native"],
     ["backends", "backends.reference", "backends.sdpa", "backends.native", "backends.region", "backends.statistics"],
     ["attend"],
+    ["few"],
     ["terminal", "plots"],
     ["lens"],
     ["cache"],

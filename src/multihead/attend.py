@@ -49,6 +49,11 @@ def backend(name: str) -> Iterator[None]:
         _named.name = before
 
 
+def named(backend: str | None) -> str | None:
+    """The backend that a call must run on: the one it names, or that of the `with` block around it, or none."""
+    return _named.name if backend is None else _known(backend)
+
+
 def _known(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}: expected one of {', '.join(BACKENDS)}")
@@ -140,7 +145,7 @@ def prepare(
 
 
 def _choose(call: Call, name: str | None) -> Backend:
-    name = _named.name if name is None else _known(name)
+    name = named(name)
     if name is not None:
         reason = BACKENDS[name].refuse(call)
         if reason is not None:

@@ -19,6 +19,7 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
+OWN = (Tensor, torch.nn.Parameter)  # a subclass wants to see the call
 MOST = 2**30  # keys, or query rows that share them
 
 
@@ -43,7 +44,7 @@ class Native:
         return f"the native kernel, {native.instruction_set()}, skipping what is hidden"
 
     def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if call.needs_grad or torch.compiler.is_compiling() or _watched(call.q):
+        if call.needs_grad or torch.compiler.is_compiling() or type(call.q) not in OWN or watched():
             return _operator(call, seed)
         out, lse, _ = attend(
             call.q,
@@ -63,9 +64,9 @@ class Native:
         return out, lse
 
 
-def _watched(q: Tensor) -> bool:
-    """Whether a tensor subclass or a mode (fake tensors, tracing, a flop counter) must see the call."""
-    return (type(q) is not Tensor and type(q) is not torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+def watched() -> bool:
+    """Whether a mode (fake tensors, tracing, a flop counter) must see every call."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 # The native function --------------------------------------------------------------------------------------------------
@@ -76,14 +77,14 @@ def _lined_up(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
-def _bound(bound: Bound, shape: tuple[int, int, int]) -> tuple[int, ...]:
+def bound_of(bound: Bound, shape: tuple[int, int, int]) -> tuple[int, ...]:
     if isinstance(bound, Ramp):
         return bound.offset, bound.low, bound.high
     bound = bound.expand(shape)
     return bound.data_ptr(), 8 * bound.element_size(), *bound.stride()
 
 
-def _dense(t: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def dense_of(t: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return None if t is None else (t.data_ptr(), *t.expand(shape).stride())
 
 
@@ -130,10 +131,10 @@ def attend(
         scale,
         torch.get_num_threads(),
         lse=0 if lse is None else lse.data_ptr(),
-        start=_bound(start, (B, H, Q)),
-        stop=_bound(stop, (B, H, Q)),
-        allowed=_dense(allowed, (B, H, Q, K)),
-        bias=_dense(bias, (B, H, Q, K)),
+        start=bound_of(start, (B, H, Q)),
+        stop=bound_of(stop, (B, H, Q)),
+        allowed=dense_of(allowed, (B, H, Q, K)),
+        bias=dense_of(bias, (B, H, Q, K)),
         sinks=0 if sinks is None else sinks.data_ptr(),
         softcap=softcap,
         dropout=dropout,
@@ -193,10 +194,10 @@ def backward(
         scale,
         torch.get_num_threads(),
         d_lse=0 if d_lse is None else d_lse.data_ptr(),
-        start=_bound(start, (B, H, Q)),
-        stop=_bound(stop, (B, H, Q)),
-        allowed=_dense(allowed, (B, H, Q, K)),
-        bias=_dense(bias, (B, H, Q, K)),
+        start=bound_of(start, (B, H, Q)),
+        stop=bound_of(stop, (B, H, Q)),
+        allowed=dense_of(allowed, (B, H, Q, K)),
+        bias=dense_of(bias, (B, H, Q, K)),
         sinks=0 if sinks is None else sinks.data_ptr(),
         softcap=softcap,
         dropout=dropout,

@@ -1,0 +1,162 @@
+"""The whole layer in one native call: as exact as step by step, and never where somebody would notice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
+
+import multihead as mh
+from multihead import few, native
+
+pytestmark = pytest.mark.skipif(native.module is None, reason=f"the native module is {native.missing}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the whole layer ran in one native call."""
+    assert native.module is not None
+    made: list[int] = []
+    run = native.module.layer
+
+    def counted(*args: Any, **options: Any) -> None:
+        made.append(1)
+        run(*args, **options)
+
+    monkeypatch.setattr(native.module, "layer", counted)
+    return made
+
+
+def layer(**options: Any) -> mh.MultiHeadAttention:
+    torch.manual_seed(0)
+    made = mh.MultiHeadAttention(24, 6, **options)
+    for name, p in made.named_parameters():
+        if name.endswith("bias") or name == "sinks":
+            nn.init.normal_(p)
+    return made.eval()
+
+
+MASKS = [None, mh.Causal(), mh.Window(1, 1), mh.Padding([3, 5]), torch.rand(2, 6, 5, 5) > 0.4]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_heads": 2, "head_dim": 7, "value_dim": 3},
+        {"bias": False, "softcap": 2.0},
+        {"sinks": True, "scale": 0.3},
+    ],
+    ids=str,
+)
+def test_error_is_at_most_twice_that_of_the_steps(
+    mask: mh.Mask | Tensor | None, options: dict[str, Any], calls: list[int]
+) -> None:
+    made, x = layer(**options), torch.randn(2, 5, 24)
+    with torch.no_grad():
+        fast = made(x, mask=mask)
+        assert len(calls) == 1
+        with mh.backend("reference"):
+            plain = made(x, mask=mask)
+            exact = made.double()(x.double(), mask=mask)
+        assert len(calls) == 1
+    bound = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (fast - exact).abs().max() <= bound
+
+
+def test_every_way_to_call_it(calls: list[int]) -> None:
+    made, cross = layer(), layer(context_dim=10)
+    x, context = torch.randn(2, 5, 24), torch.randn(2, 3, 10)
+    with torch.inference_mode():
+        whole = made(x)
+        torch.testing.assert_close(made(x[1]), whole[1])
+        torch.testing.assert_close(made(x.transpose(1, 2).contiguous().transpose(1, 2)), whole)  # by the steps
+        torch.testing.assert_close(made(x[:, ::2]), made(x[:, ::2].contiguous()))
+        torch.testing.assert_close(cross(x, context)[0], cross(x[0], context[0]))
+    assert len(calls) == 6
+    frozen = layer().requires_grad_(False)
+    assert not frozen(x).requires_grad
+    assert len(calls) == 7
+
+
+def hooked(made: mh.MultiHeadAttention) -> None:
+    made.v_proj.register_forward_hook(lambda *_: None)
+
+
+def adapted(made: mh.MultiHeadAttention) -> None:
+    made.q_proj = nn.Sequential(made.q_proj)  # type: ignore[assignment]
+
+
+def patched(made: mh.MultiHeadAttention) -> None:
+    forward = made.o_proj.forward
+    made.o_proj.forward = lambda x: forward(x)  # type: ignore[method-assign]
+
+
+def parametrized(made: mh.MultiHeadAttention) -> None:
+    parametrize.register_parametrization(made.k_proj, "weight", nn.Identity())
+
+
+class TestNotTaken:
+    @pytest.mark.parametrize("change", [hooked, adapted, patched, parametrized])
+    def test_where_a_projection_is_more_than_a_product(
+        self, change: Callable[[mh.MultiHeadAttention], None], calls: list[int]
+    ) -> None:
+        made, x = layer(), torch.randn(5, 24)
+        change(made)
+        with torch.no_grad():
+            made(x)
+        assert not calls
+
+    @pytest.mark.parametrize("options", [{"rope": True}, {"qk_norm": True}])
+    def test_where_a_step_has_more_to_do(self, options: dict[str, Any], calls: list[int]) -> None:
+        with torch.no_grad():
+            layer(**options)(torch.randn(5, 24))
+        assert not calls
+
+    def test_where_something_watches(self, calls: list[int]) -> None:
+        made, x = layer(), torch.randn(5, 24)
+        assert made(x).requires_grad
+        with torch.no_grad():
+            mh.trace(made, x)
+            with mh.ablate(made, heads=[0]):
+                made(x)
+            with FlopCounterMode(display=False) as counter:
+                made(x)
+            with mh.backend("sdpa"):
+                made(x)
+            with torch.autocast("cpu", torch.float16):
+                made(x)
+            torch.func.vmap(made)(x[None])
+            torch.compile(made, fullgraph=True, backend="eager")(x)
+            hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+            made(x)
+            hook.remove()
+        assert counter.get_total_flops() > 0
+        assert not calls
+
+    def test_in_training_with_dropout_or_with_many_tokens_or_none(self, calls: list[int]) -> None:
+        made = layer(dropout=0.5)
+        with torch.no_grad():
+            made(torch.randn(few.ROWS + 1, 24))
+            made(torch.randn(2, 0, 24))
+            made.train()(torch.randn(5, 24))
+        assert not calls
+        with torch.no_grad():
+            made.eval()(torch.randn(few.ROWS, 24))
+        assert calls
+
+    def test_with_other_numbers(self, calls: list[int]) -> None:
+        with torch.no_grad():
+            layer().double()(torch.randn(5, 24).double())
+        assert not calls
+
+
+def test_the_error_is_the_same_as_with_many_tokens() -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match="E=24"):
+        layer()(torch.randn(5, 23))
+    with torch.no_grad(), pytest.raises(ValueError, match="broadcasts"):
+        layer()(torch.randn(5, 24), mask=torch.ones(4, 4, dtype=torch.bool))
