@@ -98,6 +98,10 @@ struct Lanes {
   }
 };
 
+// 2^ of this, and of anything below, is exactly 0.
+template <class A>
+constexpr typename A::T least_power = sizeof(typename A::T) == 8 ? -1023 : -127;
+
 // 2^x; at most 0.8 units in the last place off. Below -126.5 it is exactly 0; NaN stays NaN.
 template <class A>
 typename A::F exp2_of(typename A::F x) {
@@ -108,7 +112,7 @@ typename A::F exp2_of(typename A::F x) {
   constexpr int mantissa = wide ? 52 : 23;
   constexpr typename A::Int one = wide ? 1023 : 127;
   constexpr T magic = wide ? T(6755399441055744.0) : T(12582912.0);  // adding it rounds to an integer in the low bits
-  x = A::max(A::all(T(-one)), x);
+  x = A::max(A::all(least_power<A>), x);
   const F shifted = x + magic;
   const F f = x - (shifted - magic);
   F p;

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import multihead as mh
 from multihead.backends import region
-from tests.cases import CASES, Case, assert_within_bound, by_why, max_error
+from tests.cases import CASES, ORDERS, Case, accepting, assert_within_bound, by_why, max_error
 
 SIDES = {"a tile for all": {}, "many small tiles": {"SIDE": 8, "TILE": 128}}
 SMALL = [case for case in CASES if case.Q * case.K < 1500]  # where many tiles still take no time
@@ -21,19 +21,19 @@ TILED = [(case, sides) for sides in SIDES for case in (CASES if sides == "a tile
 by_tile = {"ids": [f"{case.why}, {sides}" for case, sides in TILED]}
 
 
-def lens_of(case: Case, dtype: torch.dtype, with_lse: bool = False) -> mh.Lens:
+def lens_of(case: Case, dtype: torch.dtype, lse: Tensor | None = None) -> mh.Lens:
     t = case.tensors(dtype)
-    v = t.pop("v")
-    options = {**t, **case.options, "mask": case.mask}
-    lse = mh.attend(v=v, **options, backend="reference", return_lse=True)[1] if with_lse else None
-    return mh.look(**options, lse=lse)
+    del t["v"]
+    return mh.look(**t, **case.options, mask=case.mask, lse=lse)
 
 
-def dense_weights(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Exact ones in float64, and what the rounding of the lse that attend gives makes of them."""
-    weights, lse = (torch.from_numpy(t.astype(np.float64)) for t in case.exact_weights(dtype))
-    given = case.run(dtype, "reference", return_lse=True)[1].double()
-    return weights, weights * torch.exp(torch.where(lse == given, 0, lse - given))[..., None]
+def dense_weights(case: Case, dtype: torch.dtype, lse: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Exact ones in float64, and plain ones in `dtype`, which are exp(score − lse) where the lse is given."""
+    exact = torch.from_numpy(case.exact_weights(dtype)[0].astype(np.float64))
+    if lse is None:
+        return exact, [case.plain_weights(dtype, order)[0] for order in ORDERS]
+    plain = [torch.exp(case.plain_scores(dtype, order) - lse[..., None]) for order in ORDERS]
+    return exact, [w.masked_fill((lse == -torch.inf)[..., None], 0) for w in plain]
 
 
 def largest(w: Tensor, n: int) -> Tensor:
@@ -82,23 +82,22 @@ MAPS: dict[str, tuple[Callable[[mh.Lens], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("with_lse", [False, True], ids=["alone", "after attend"])
+@pytest.mark.parametrize("lse_of", [None, *accepting(CASES[0])[::2]], ids=lambda name: f"lse of {name}")
 @pytest.mark.parametrize(("case", "sides"), TILED, **by_tile)
 def test_every_method_equals_the_same_from_dense_float64_weights(
-    case: Case, sides: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, sides: str, lse_of: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SIDES[sides].items():
         monkeypatch.setattr(region, name, value)
     methods = METHODS | (MAPS if case.Q and case.K > 1 else {})
     for dtype in (torch.float32, torch.bfloat16):
-        (exact, given), plain = dense_weights(case, dtype), case.plain_weights(dtype)[0]
-        lens = lens_of(case, dtype, with_lse)
+        lse = None if lse_of is None else case.run(dtype, lse_of, return_lse=True)[1]
+        exact, plain = dense_weights(case, dtype, lse)
+        lens = lens_of(case, dtype, lse)
         for name, (ours, dense) in methods.items():
             found, wanted = ours(lens), dense(exact).numpy()
             assert found.dtype == torch.float32
-            worst = max(
-                (dense(w) for w in ([plain, given] if with_lse else [plain])), key=lambda w: max_error(w, wanted)
-            )
+            worst = max((dense(w) for w in plain), key=lambda w: max_error(w, wanted))
             try:
                 assert_within_bound(found, worst, wanted, dtype)
             except AssertionError as error:

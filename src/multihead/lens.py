@@ -268,7 +268,7 @@ class Lens:
 
     def _scan(self) -> statistics.Scan:
         if self._scanned is None:
-            self._scanned = statistics.scan(self._region, self._lse)
+            self._scanned = statistics.scan(self._region, None if self._given is None else self._lse)
             self._lse = self._scanned.lse
         return self._scanned
 
