@@ -123,7 +123,7 @@ class BackwardKeys {
     bool hidden = false;
     for (index r = 0; r < rows.count; ++r) {
       const index at_row = (task.b * plan.sizes.H + rows.head) * plan.sizes.Q + rows.query + r;
-      const F shift = A::all(-static_cast<const T*>(plan.state)[2 * at_row]);
+      const F shift = A::all(static_cast<const T*>(plan.state)[2 * at_row]);
       const T* delta_factor = static_cast<const T*>(g.delta) + 2 * at_row;
       const F delta = A::all(delta_factor[0]), factor = A::all(delta_factor[1]);
       const std::uint32_t bits = plan.dropout > 0 ? dropout_row(plan.seed, task.b, rows.head, rows.query + r) : 0;
@@ -148,7 +148,7 @@ class BackwardKeys {
                   (key[c] < A::all_int(static_cast<typename A::Int>(rows.stop[r])));
           value = A::select(seen, value, none);
         }
-        const F weight = exp2_of<A>(A::fma(value, units, shift)) * factor;
+        const F weight = exp2_of<A>(A::power(value, units, shift)) * factor;
         if (plan.dropout > 0)
           for (int i = 0; i < W; ++i) kept[i] = mix32(bits ^ dropout_key(key[c][i])) >= edge ? keep : T(0);
         F d_score = weight * (A::load(weights + at) * kept - delta) * slope, used = weight * kept;

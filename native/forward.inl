@@ -200,14 +200,14 @@ class Forward {
     if (plan.statistics.count) observer->template rank<NR>(plan.statistics, key, keys, scores, score.top);
     if (plan.given) {
       if (plan.statistics.entropy || plan.statistics.mass)
-        observer->template add_given<NR>(strip, keys, scores, unit, hidden ? visible : nullptr);
+        observer->template add_given<NR>(strip, key, keys, scores, unit, hidden ? visible : nullptr);
       return;
     }
     MixGroups<A, NR> into{v, v_stride, scores, keys, strip.mixed, {}};
     if (plan.statistics.entropy)
-      weigh<NR, true>(strip, observer, keys, score.top, into.decay);
+      weigh<NR, true>(strip, observer, key, keys, score.top, into.decay);
     else
-      weigh<NR, false>(strip, observer, keys, score.top, into.decay);
+      weigh<NR, false>(strip, observer, key, keys, score.top, into.decay);
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
     if (poisoned)
       mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, into.decay);
@@ -226,7 +226,7 @@ class Forward {
 
   // Scores become weights 2^(score * unit - shift); `decay` is what the older sums shrink by.
   template <int NR, bool Spread>
-  inline __attribute__((always_inline)) void weigh(Strip<A>& strip, Observer<A>* observer, index keys,
+  inline __attribute__((always_inline)) void weigh(Strip<A>& strip, Observer<A>* observer, index key, index keys,
                                                    const F (&tile_top)[NR], F (&decay)[NR]) {
     const F units = A::all(unit), none = A::all(-__builtin_inff());
     F from[NR], sum[NR], spread[NR], moved[NR];
@@ -241,7 +241,7 @@ class Forward {
       decay[c] = exp2_of<A>(moved[c]);
       moved[c] = A::select(before == none, F{}, moved[c]);
     }
-    add_up<A, NR, Spread>(keys, scores, unit, from, sum, spread);
+    add_up<A, NR, Spread>(key, keys, scores, unit, from, sum, spread);
     if (Spread) observer->template spread_out<NR>(strip, spread, moved, decay);
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {
@@ -257,7 +257,8 @@ class Forward {
       const T top = strip.top[lane], total = strip.total[lane];
       // With entropy, sums stand at the largest score itself and not at its shift, which is rounded.
       const bool exact = plan.statistics.entropy && top > -__builtin_inff();
-      const T moved = exact ? static_cast<T>(exp2(double(top) * double(unit) - double(strip.shift[lane]))) : T(1);
+      const T off = A::power(A::all(top), A::all(unit), A::all(strip.shift[lane]))[0];  // rounded as any power is
+      const T moved = exact ? static_cast<T>(exp2(double(off))) : T(1);
       const Ending<T> end = plan.given ? Ending<T>::load(plan, task.b, h, strip.query[lane])
                                        : ending<T>(plan, h, strip.shift[lane], total * moved);
       factor[lane] = end.factor * moved;

@@ -38,6 +38,14 @@ struct Lanes {
   static F all(T x) { return x - F{}; }
   static I all_int(Int x) { return x - I{}; }
   static F fma(F a, F b, F c) { return a * b + c; }
+  // score * unit - shift, rounded once where there is a wider number to compute it in, as fma does: the digits that the
+  // product would lose are those that a weight needs where scores are large.
+  static F power(F score, F unit, F shift) {
+    if constexpr (sizeof(T) == 8) return score * unit - shift;
+    F x;
+    for (int i = 0; i < W; ++i) x[i] = static_cast<T>(double(score[i]) * double(unit[i]) - double(shift[i]));
+    return x;
+  }
   static F max(F a, F b) { return a > b ? a : b; }  // where either is NaN: b
   static F select(I mask, F a, F b) { return mask ? a : b; }
 

@@ -132,12 +132,12 @@ class Look {
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
-    ScoreGroups<A, NR> score{k, k_stride, strip.q, plan.sizes.D, scores, {}};
-    in_groups<A::MR(NR)>(keys, score);
+    products<A, NR>(k, k_stride, keys, strip.q, plan.sizes.D, scores);
     bool hidden = false;
     if (!plan.plain() || key < strip.common || key + keys > strip.uncommon) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};
-      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
+      F top[NR];
+      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, top);
     }
     weigh<NR>(strip, keys, hidden);
     if (!picture)
@@ -160,14 +160,14 @@ class Look {
       for (int i = 0; i < W; ++i)
         lanes[i] = Ending<T>::load(plan, b, strip.head[c * W + i], strip.query[c * W + i]).factor;
       factor[c] = A::load(lanes);
-      shift[c] = -A::load(strip.shift + c * W);
+      shift[c] = A::load(strip.shift + c * W);
     }
     const F units = A::all(unit);
     for (index i = 0; i < keys; ++i)
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         T* at = scores + (i * NR + c) * W;
-        F weight = exp2_of<A>(A::fma(A::load(at), units, shift[c])) * factor[c];
+        F weight = exp2_of<A>(A::power(A::load(at), units, shift[c])) * factor[c];
         if (hidden) weight = A::select((I)A::load(visible + (i * NR + c) * W), weight, F{});  // the state may be NaN
         A::store(at, weight);
       }

@@ -92,8 +92,7 @@ class Received {
 
   template <int NR>
   void add(Piece& piece, const Passing& rows, const T* q) {
-    ScoreGroups<A, NR> score{q, q_stride, piece.k, plan.sizes.D, scores, {}};
-    in_groups<A::MR(NR)>(rows.count, score);
+    products<A, NR>(q, q_stride, rows.count, piece.k, plan.sizes.D, scores);
     for (index from = 0; from < rows.count; from += stretch) {
       const index to = from + stretch < rows.count ? from + stretch : rows.count;
       F sum[NR];
@@ -121,12 +120,12 @@ class Received {
         for (int i = 0; i < W; ++i) key[c][i] = static_cast<typename A::Int>(piece.strip.query[c * W + i]);
     for (index r = from; r < to; ++r) {
       const Ending<T> end = Ending<T>::load(plan, task.b, rows.head, rows.query + r);
-      const F shift = A::all(-end.shift), factor = A::all(end.factor);
+      const F shift = A::all(end.shift), factor = A::all(end.factor);
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         F score = A::load(scores + (r * NR + c) * W);
         if (!Adjusts) {
-          sum[c] = A::fma(exp2_of<A>(A::fma(score, units, shift)), factor, sum[c]);
+          sum[c] = A::fma(exp2_of<A>(A::power(score, units, shift)), factor, sum[c]);
           continue;
         }
         I seen = (key[c] >= A::all_int(static_cast<typename A::Int>(rows.start[r]))) &
@@ -142,7 +141,7 @@ class Received {
             score += bias;
           }
         }
-        const F weight = exp2_of<A>(A::fma(score, units, shift)) * factor;
+        const F weight = exp2_of<A>(A::power(score, units, shift)) * factor;
         sum[c] += A::select(seen, weight, F{});
       }
     }

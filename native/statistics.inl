@@ -10,29 +10,44 @@
 namespace multihead {
 namespace {
 
+// Where a stretch of keys ends that is summed by itself, from the i-th of `count` on that start at `key`: short sums
+// first, and then their sum, round less. Ends lie at fixed keys, so that the order of a sum is the same for any tile.
+inline index stretch_end(index key, index i, index count) {
+  constexpr index stretch = 32;
+  const index end = (key + i) / stretch * stretch + stretch - key;
+  return end < count ? end : count;
+}
+
 // Adds up a tile: the sum of weights 2^(score * unit - shift), which take the place of the scores. If `Spread`, also of
 // weight * log2(weight); `from` is then the score whose weight is exactly 1, rather than its shift, so that a row with
 // one weight that counts has an entropy of 0 and not of a rounding error.
 template <class A, int NR, bool Spread>
-inline __attribute__((always_inline)) void add_up(index count, typename A::T* scores, typename A::T unit,
+inline __attribute__((always_inline)) void add_up(index key, index count, typename A::T* scores, typename A::T unit,
                                                   const typename A::F (&from)[NR], typename A::F (&sum)[NR],
                                                   typename A::F (&spread)[NR]) {
   using F = typename A::F;
   const F units = A::all(unit), least = A::all(least_power<A>);
 #pragma GCC unroll 4
   for (int c = 0; c < NR; ++c) sum[c] = spread[c] = F{};
-  for (index i = 0; i < count; ++i) {
+  for (index i = 0; i < count;) {
+    F part[NR], wide[NR];
 #pragma GCC unroll 4
-    for (int c = 0; c < NR; ++c) {
-      typename A::T* at = scores + (i * NR + c) * A::W;
-      const F score = A::load(at);
-      const F power = Spread ? A::max(least, (score - from[c]) * units)  // 0 * -inf is 0 here
-                             : A::fma(score, units, -from[c]);
-      const F weight = exp2_of<A>(power);
-      A::store(at, weight);
-      sum[c] += weight;
-      if (Spread) spread[c] = A::fma(weight, power, spread[c]);
+    for (int c = 0; c < NR; ++c) part[c] = wide[c] = F{};
+    for (const index end = stretch_end(key, i, count); i < end; ++i) {
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        typename A::T* at = scores + (i * NR + c) * A::W;
+        const F score = A::load(at);
+        const F power = Spread ? A::max(least, (score - from[c]) * units)  // 0 * -inf is 0 here
+                               : A::power(score, units, from[c]);
+        const F weight = exp2_of<A>(power);
+        A::store(at, weight);
+        part[c] += weight;
+        if (Spread) wide[c] = A::fma(weight, power, wide[c]);
+      }
     }
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) sum[c] += part[c], spread[c] += wide[c];
   }
 }
 
@@ -87,20 +102,24 @@ struct Observer {
   // Adds a tile where the shift is given. A row whose shift is NaN still has weights of 0 where `visible` (null: it all
   // is) says so.
   template <int NR>
-  void add_given(Strip<A>& strip, index count, const T* scores, T unit, const T* visible) {
+  void add_given(Strip<A>& strip, index key, index count, const T* scores, T unit, const T* visible) {
     const F units = A::all(unit), least = A::all(least_power<A>);
     for (int c = 0; c < NR; ++c) {
       const F shift = A::load(strip.shift + c * W);
       F sum = F{}, wide = F{};
-      for (index i = 0; i < count; ++i) {
-        const index at = (i * NR + c) * W;
-        const F power = A::max(least, A::fma(A::load(scores + at), units, -shift));
-        F weight = exp2_of<A>(power), part = weight * power;
-        if (visible) {
-          const I seen = (I)A::load(visible + at);
-          weight = A::select(seen, weight, F{}), part = A::select(seen, part, F{});
+      for (index i = 0; i < count;) {
+        F part = F{}, part_wide = F{};
+        for (const index end = stretch_end(key, i, count); i < end; ++i) {
+          const index at = (i * NR + c) * W;
+          const F power = A::max(least, A::power(A::load(scores + at), units, shift));
+          F weight = exp2_of<A>(power), product = weight * power;
+          if (visible) {
+            const I seen = (I)A::load(visible + at);
+            weight = A::select(seen, weight, F{}), product = A::select(seen, product, F{});
+          }
+          part += weight, part_wide += product;
         }
-        sum += weight, wide += part;
+        sum += part, wide += part_wide;
       }
       A::store(strip.total + c * W, A::load(strip.total + c * W) + sum);
       A::store(spread + c * W, A::load(spread + c * W) + wide);
@@ -124,7 +143,7 @@ struct Observer {
     if (s.count) sort(lane * s.count, s.count);
     for (index i = 0; i < s.count; ++i) {
       const index from = lane * s.count + i;
-      const double power = double(best[from]) * double(unit) - double(end.shift);
+      const double power = fma(double(best[from]), double(unit), -double(end.shift));
       const double none = f == f ? 0 : f;
       static_cast<T*>(s.weights)[at * s.count + i] = static_cast<T>(keys[from] < 0 ? none : exp2(power) * f);
       s.keys[at * s.count + i] = keys[from];

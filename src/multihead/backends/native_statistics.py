@@ -27,7 +27,7 @@ def accepts(region: Region) -> bool:
         return False
     if torch.compiler.is_compiling() or watched() or inside_torch_func():
         return False
-    return 0 < k.shape[1] and k.shape[2] <= MOST and q.shape[1] // k.shape[1] * q.shape[2] <= MOST
+    return k.shape[1] > 0 and k.shape[2] <= MOST and q.shape[1] // k.shape[1] * q.shape[2] <= MOST
 
 
 def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = True) -> Scan:

@@ -16,9 +16,9 @@ the log-sum-exp needs one pass for any of these:
 `lse` is that of the region's queries over *all* keys of the call, sinks included: (B,H,Q) of dtype `region.wide` or
 wider, −inf where a query sees nothing. Results have dtype `region.exact`.
 
-The rule: the C++ kernel computes whatever it accepts (`native_statistics.accepts`: ordinary CPU tensors, outside
-tracing), plain torch, tile by tile, the rest. Both compute every pass of a lens, because a score must be the same number
-in each.
+The rule: the C++ kernel computes what it accepts (`native_statistics.accepts`: ordinary CPU tensors, outside tracing),
+and plain torch the rest, tile by tile. Whoever it is computes every pass of a lens: a score is then the same number in
+each.
 """
 
 from collections.abc import Iterator
