@@ -256,9 +256,9 @@ class Forward {
       const index h = strip.head[lane];
       const T top = strip.top[lane], total = strip.total[lane];
       // With entropy, sums stand at the largest score itself and not at its shift, which is rounded.
-      const bool exact = plan.statistics.entropy && top > -__builtin_inff();
-      const T off = A::power(A::all(top), A::all(unit), A::all(strip.shift[lane]))[0];  // rounded as any power is
-      const T moved = exact ? static_cast<T>(exp2(double(off))) : T(1);
+      T moved = 1;
+      if (plan.statistics.entropy && top > -__builtin_inff())
+        moved = static_cast<T>(exp2(double(A::power(A::all(top), A::all(unit), A::all(strip.shift[lane]))[0])));
       const Ending<T> end = plan.given ? Ending<T>::load(plan, task.b, h, strip.query[lane])
                                        : ending<T>(plan, h, strip.shift[lane], total * moved);
       factor[lane] = end.factor * moved;
