@@ -151,6 +151,16 @@ BAD = [
     ({"q": [1.0]}, TypeError, r"q is a list: expected a tensor \(B,H,Q,D\)"),
     ({"q": ones(6, 5, 8)}, ValueError, r"q has shape \(6, 5, 8\): expected four axes \(B,H,Q,D\)"),
     ({"v": ones(2, 3, 7)}, ValueError, r"v has shape .*expected four axes \(B,G,K,V\)"),
+    (
+        {"q": ones(2, 6, 5, 8).to(torch.float8_e4m3fn)},
+        TypeError,
+        "q has dtype torch.float8_e4m3fn: expected a floating dtype of 16, 32 or 64 bits",
+    ),
+    (
+        {"bias": ones(5, 7).to(torch.float8_e4m3fn)},
+        TypeError,
+        "bias has dtype torch.float8_e4m3fn: expected a floating dtype of 16",
+    ),
     ({"q": ones(2, 6, 5, 8).long()}, TypeError, r"q has dtype torch.int64: expected a floating dtype"),
     ({"k": ones(2, 3, 7, 8, dtype=torch.float64)}, TypeError, r"k has dtype torch.float64 but q has torch.float32"),
     ({"k": ones(2, 3, 7, 8).to("meta")}, ValueError, r"k is on meta but q is on cpu"),
