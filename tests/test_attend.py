@@ -171,7 +171,7 @@ BAD = [
     ({"mask": ones(5, 7)}, TypeError, r"a mask is bool, True = may attend; give scores to add as bias="),
     ({"mask": ones(5, 7).int()}, TypeError, r"torch.int32 tensor: expected bool"),
     ({"mask": "causal"}, TypeError, r"mask is a str: expected None, a mask such as Causal\(\), or a bool tensor"),
-    ({"mask": ones(5, 6).bool()}, ValueError, r"the mask has shape \(5, 6\): expected .*\(B,H,Q,K\)=\(2, 6, 5, 7\)"),
+    ({"mask": ones(5, 6).bool()}, ValueError, r"the mask has shape \(5, 6\): expected .*\(Q,K\)=\(5, 7\)"),
     (
         {"mask": mh.Padding([1, 2, 3])},
         ValueError,
