@@ -389,3 +389,13 @@ def test_weights_come_from_the_log_sum_exp_of_the_kernel(average: bool, monkeypa
     with torch.no_grad():
         _, weights = attention(x, x, x, padding, average_attn_weights=average)
     assert_close(weights, expected.detach())
+
+
+def test_weights_of_large_scores_keep_their_last_digits() -> None:
+    """The kernel's log-sum-exp is rounded to float32: of a score of 1e4, to a thousandth. Rows add up to 1 all the same."""
+    attention, x = ours.MultiheadAttention(24, 4, batch_first=True), 300 * torch.randn(2, 7, 24)
+    with torch.no_grad():
+        _, weights = attention(x, x, x, average_attn_weights=False)
+        _, mean = attention(x, x, x)
+    assert_close(weights.sum(-1), torch.ones(2, 4, 7), rtol=0, atol=3e-7)
+    assert_close(mean, weights.mean(1), rtol=0, atol=3e-7)

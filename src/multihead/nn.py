@@ -168,8 +168,9 @@ def weights_of(
 ) -> Tensor:
     """The weights before dropout in the dtype of q, beside the kernel: (N, H, L, S), or their mean (N, L, S).
 
-    With the kernel's lse they come from a lens, a tile at a time. Without it (a gradient is wanted, or there are no
-    numbers to read) from step 3 as written, for the mean a few heads at a time, which a gradient computes again.
+    With the kernel's lse they come from a lens, for the mean a head at a time. Without it (a gradient is wanted, or
+    there are no numbers to read) from step 3 as written, for the mean a few heads at a time, which a gradient computes
+    again.
     """
     B, H, L, S = (*q.shape[:3], k.shape[2])
     if lse is not None:
@@ -177,8 +178,8 @@ def weights_of(
         if not average:
             return lens.weights().to(q.dtype)
         total = q.new_zeros((B, L, S), dtype=lens.dtype)
-        for at, tile in lens.tiles():
-            total[at.batch, at.queries, at.keys] += tile.sum(1)
+        for h in range(H):
+            total += lens.weights(heads=h)[:, 0]
         return total.div_(H).to(q.dtype)
     if not average:
         return _step_3(q, k, visible, bias, slice(0, H)).to(q.dtype)
