@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 TOLD_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512", "avx_vnni", "amx", "asimd", "sve", "bf16")  # prefixes
-PACKAGES = ("multihead", "torch", "onnx", "onnxruntime", "openvino", "numpy")
+PACKAGES = ("multihead", "torch", "onnx", "onnxruntime", "openvino", "transformers", "numpy")
 
 
 def describe(threads, backend):

@@ -40,9 +40,9 @@ def run_case(case, *, threads, seconds, skipped=(), step=lambda part, done, tota
     """
     outcome = CaseResult(case)
     step("inputs", 0, 1)
-    problem = problem_of(case, threads)
-    outcome.bound = problem.bound
     try:
+        problem = problem_of(case, threads)
+        outcome.bound = problem.bound
         ours = problem.ours()
         outcome.backend = ours.detail
         outcome.error = check(ours.name, ours.result(), problem.exact, problem.bound)

@@ -23,6 +23,7 @@ ORDER = [
     ["terminal", "plots"],
     ["lens"],
     ["cache"],
+    ["arguments"],
     ["layer"],
     ["edit"],
     ["heads.patterns", "heads.stack", "heads.output", "heads"],

@@ -12,7 +12,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks import cli, measure, oracle, ours, report, runner
-from benchmarks.cases import CASES, CAUSAL, FULL, LAYER_PEERS, PER_DOCUMENT, SDPA, Attend, Layer, Lens, Mask, select
+from benchmarks.cases import (
+    CASES,
+    CAUSAL,
+    FULL,
+    LAYER_PEERS,
+    PER_DOCUMENT,
+    SDPA,
+    Attend,
+    Layer,
+    Lens,
+    Mask,
+    Model,
+    select,
+)
 from benchmarks.ceilings import Ceilings, working_set
 from benchmarks.peers import runtimes, sdpa
 from benchmarks.problems import problem_of
@@ -82,6 +95,22 @@ def test_a_lens_and_a_peer_that_keeps_the_weights_give_the_oracles_answer(what, 
 def test_what_takes_minutes_runs_only_by_name():
     assert not any("32768" in case.name for case in select())
     assert len(select(["lens-map/1x8x32768"])) == 1
+
+
+@pytest.mark.parametrize("attentions", [False, True])
+@pytest.mark.parametrize(("kind", "N"), [("ViT", 197), ("BERT", 7), ("Llama", 7)])
+def test_a_model_gives_the_same_on_every_attention(kind, N, attentions):
+    pytest.importorskip("transformers")
+    case = Model(kind, "test", 2, N, 24, 4, 2 if kind == "Llama" else 4, 40, 2, "", attentions)
+    problem = problem_of(case, threads=1)
+    for contender in (problem.ours(), *(problem.peer(name) for name in case.peers)):
+        oracle.check(contender.name, contender.result(), problem.exact, problem.bound)
+    shown = problem.ours().run().attentions
+    assert (shown is not None and shown[1].shape == (2, 4, N, N)) == attentions
+    matrices = [p for name, p in problem.model.named_parameters() if "layer" in name and p.dim() == 2]
+    assert sum(p.numel() for p in matrices) == case.matrices
+    with pytest.raises(oracle.WrongResult):
+        oracle.check("a wrong one", problem.ours().result() * 1.001, problem.exact, problem.bound)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=lambda mask: mask.label)

@@ -19,7 +19,7 @@ from multihead.backends.reference import Reference
 from multihead.backends.sdpa import SDPA
 from multihead.intervals import Visible
 from multihead.masks import Mask, check_broadcast, see
-from multihead.sizes import check_attend, check_numbers, describe
+from multihead.sizes import check_attend, check_floating, check_numbers, describe
 
 BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Reference())}  # in the order they are asked
 
@@ -150,6 +150,7 @@ def _check_extra(name: str, t: Tensor | None, device: torch.device, shape: tuple
         what = describe(t) if isinstance(t, Tensor) else type(t).__name__
         hint = "; a mask of what may be seen goes to mask=" if name == "bias" else ""
         raise TypeError(f"{name} is {what}: expected a floating tensor {axes}{hint}")
+    check_floating(f"{name} has dtype ", t.dtype)
     if t.device != device:
         raise ValueError(f"{name} is on {t.device} but q is on {device}: expected the same device")
     check_broadcast(name, t, shape, axes)

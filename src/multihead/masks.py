@@ -57,11 +57,16 @@ class Mask:
         return self.lower(Frame.of(Q, K, device)).allowed(device)
 
     def draw(self, Q: int, K: int, batch: int = 0, head: int = 0) -> str:
-        """The mask as text, a line for each query: ■ may attend, · hidden."""
+        """The mask as text, a line for each query: ■ may attend, · hidden. A mask for all rows, or heads, is any's."""
         allowed = self.dense(Q, K)
         if allowed.dim() < 4:
             allowed = allowed[(None,) * (4 - allowed.dim())]
-        allowed = allowed[min(batch, allowed.shape[0] - 1), min(head, allowed.shape[1] - 1)].expand(Q, K)
+        for axis, (name, number) in enumerate((("batch", batch), ("head", head))):
+            count = allowed.shape[axis]
+            if require_int(name, number, 0) >= count > 1:
+                raise ValueError(f"{name}={number}: the mask is for {count}, expected 0…{count - 1}")
+            allowed = allowed.select(axis, number if count > 1 else 0).unsqueeze(axis)
+        allowed = allowed[0, 0].expand(Q, K)
         return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in allowed.tolist())
 
 
