@@ -39,7 +39,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/clang-format -i $(wildcard native/*.cpp native/*.h native/*.inl)
 
 bench: $(VENV)/installed-bench
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/multihead bench --full $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

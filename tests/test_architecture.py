@@ -44,6 +44,10 @@ ORDER = [
     ["doctor"],
     ["hf.masks", "hf.interface", "hf.watch", "hf"],
     [""],  # the package itself
+    ["bench", "bench.cases", "bench.measure", "bench.machine", "bench.oracle"],
+    ["bench.ceilings", "bench.ours", "bench.models"],
+    [f"bench.peers{name}" for name in ("", ".child", ".graphs", ".layers", ".runtimes", ".sdpa", ".weights")],
+    ["bench.problems", "bench.runner", "bench.report", "bench.cli"],
     ["cli"],
     ["__main__"],
 ]

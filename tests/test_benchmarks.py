@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import cli, measure, oracle, ours, report, runner
-from benchmarks.cases import (
+
+from multihead.bench import cli, measure, oracle, ours, report, runner
+from multihead.bench.cases import (
     CASES,
     CAUSAL,
     FULL,
@@ -26,9 +27,9 @@ from benchmarks.cases import (
     Model,
     select,
 )
-from benchmarks.ceilings import Ceilings, working_set
-from benchmarks.peers import runtimes, sdpa
-from benchmarks.problems import problem_of
+from multihead.bench.ceilings import Ceilings, working_set
+from multihead.bench.peers import runtimes, sdpa
+from multihead.bench.problems import problem_of
 
 MASKS = [FULL, CAUSAL, Mask(causal=True, window=3), Mask(documents=(2, 5, 4)), Mask(causal=True, documents=(2, 5, 4))]
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
@@ -205,11 +206,15 @@ def test_a_runtime_that_refuses_or_dies_says_so():
 
 
 @pytest.mark.parametrize(
-    ("module", "absent"), [("benchmarks.measure", "benchmarks.peers"), ("benchmarks.peers.child", "torch")]
+    ("code", "absent"),
+    [
+        ("import multihead.bench.measure", "multihead.bench.peers"),
+        (f"import runpy; runpy.run_path({runtimes.child.__file__!r})", "torch"),
+    ],
 )
-def test_the_core_knows_no_peers_and_the_children_no_torch(module, absent):
-    code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=runtimes.ROOT).returncode == 0
+def test_the_core_knows_no_peers_and_the_children_no_torch(code, absent):
+    code += f"; import sys; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # Reports
@@ -278,7 +283,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 def test_a_quick_run_from_end_to_end(stand_in, tmp_path, capsys):
     files = tmp_path / "run.md", tmp_path / "run.json"
-    arguments = ["--quick", "--case", "1x8x17x120/causal", "--seconds-per-case", "0.1"]
+    arguments = ["--case", "1x8x17x120/causal", "--seconds-per-case", "0.1"]
     arguments += ["--threads", "1", "--markdown", str(files[0]), "--json", str(files[1])]
     threads = torch.get_num_threads()
     try:

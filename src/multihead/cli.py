@@ -212,6 +212,14 @@ def doctor(
     raise typer.Exit(report.exit_status)
 
 
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench(context: typer.Context) -> None:
+    """How fast this is beside torch, ONNX Runtime and OpenVINO, on this machine; --help names the options."""
+    from multihead.bench import cli
+
+    raise typer.Exit(cli.main(context.args))
+
+
 @app.command()
 def info() -> None:
     """What this machine has, which backends there are, and which one runs what."""

@@ -70,7 +70,7 @@ class Attend:
     mask: Mask
     why: str
     goals: dict[str, float] = field(default_factory=dict, hash=False)  # ratio to reach, by peer; 1 where none is named
-    quick: bool = False  # in the short list of --quick
+    quick: bool = False  # in the short list
 
     @property
     def name(self):

@@ -58,6 +58,8 @@ def commit():
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel"), "src", "multihead").resolve() != here.parent.resolve():
+            return "unknown"  # installed, perhaps in a folder of somebody else's repository
         return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -7,8 +7,8 @@ import copy
 
 import torch
 
-from benchmarks.cases import HF_EAGER, HF_SDPA
-from benchmarks.measure import Local
+from multihead.bench.cases import HF_EAGER, HF_SDPA
+from multihead.bench.measure import Local
 
 OURS = "multihead"
 ATTENTIONS = {HF_SDPA: "sdpa", HF_EAGER: "eager"}

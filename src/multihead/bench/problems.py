@@ -2,9 +2,9 @@
 
 import torch
 
-from benchmarks import models, oracle, ours
-from benchmarks.cases import ONE_ATTEND, Attend, Layer, Lens, Model
-from benchmarks.peers import layers, runtimes, sdpa, weights
+from multihead.bench import models, oracle, ours
+from multihead.bench.cases import ONE_ATTEND, Attend, Layer, Lens, Model
+from multihead.bench.peers import layers, runtimes, sdpa, weights
 
 
 class AttendProblem:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.measure import Comparison, compare
-from benchmarks.oracle import PEER_ALLOWANCE, WrongResult, check
-from benchmarks.peers.runtimes import Unavailable
-from benchmarks.problems import problem_of
+from multihead.bench.measure import Comparison, compare
+from multihead.bench.oracle import PEER_ALLOWANCE, WrongResult, check
+from multihead.bench.peers.runtimes import Unavailable
+from multihead.bench.problems import problem_of
 
 
 @dataclass
