@@ -93,7 +93,8 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   if (work < worth_waking) threads = 1;
 
   const bool whole = plan.statistics.wanted();  // they are kept per row, and not merged
-  const bool few = !whole && rows <= kernels.few;
+  // Without values this is a pass over scores, which later passes must find again to the last bit: no other order then.
+  const bool few = !whole && s.V > 0 && rows <= kernels.few;
   const index most = kernels.block_rows(s), lanes = kernels.lanes;
   const index part = std::max<index>(1, whole ? s.K : part_keys(s, most, few)),
               splits = s.K ? (s.K + part - 1) / part : 1;

@@ -167,7 +167,7 @@ class BackwardQueries {
     const F units = A::all(unit);
     F shift[NR], factor[NR], delta[NR], one[NR], sum[NR], mass[NR];
     for (int c = 0; c < NR; ++c) {
-      shift[c] = -A::load(strip.shift + c * W);
+      shift[c] = A::load(strip.shift + c * W);
       factor[c] = A::load(piece.factor + c * W);
       delta[c] = A::load(piece.delta + c * W);
       one[c] = A::all(1);
@@ -177,7 +177,7 @@ class BackwardQueries {
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         const index at = (i * NR + c) * W;
-        const F power = exp2_of<A>(A::fma(A::load(scores + at), units, shift[c])), weight = power * factor[c];
+        const F power = exp2_of<A>(A::power(A::load(scores + at), units, shift[c])), weight = power * factor[c];
         if (!second) {
           const F part = weight * A::load(d_weights + at);
           sum[c] += hidden ? A::select((I)A::load(visible + at), part, F{}) : part;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.inl"
+#include "passing.inl"
 
 namespace multihead {
 namespace {
@@ -13,7 +14,6 @@ class BackwardKeys {
   using F = typename A::F;
   using I = typename A::I;
   static constexpr int W = A::W, Lanes = A::NR * A::W;
-  static constexpr index tile_rows = tile_keys;
 
   static index block_keys(const Sizes& s) { return Forward<A>::block_rows(s); }
 
@@ -23,7 +23,7 @@ class BackwardKeys {
     const index numbers = strips * Lanes * 2 * (s.D + s.V) + tile_rows * (3 * Lanes + s.D + s.V) +
                           W * Forward<A>::row_width(s) + 2 * Lanes;
     return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 16) * 64 +
-           strips * static_cast<index>(sizeof(Piece)) + 2 * tile_rows * static_cast<index>(sizeof(index));
+           strips * static_cast<index>(sizeof(Piece));
   }
 
   static void run(const Gradients& g, const Task& task, void* scratch) { BackwardKeys(g, task, scratch).sweep(); }
@@ -41,7 +41,6 @@ class BackwardKeys {
   Piece* pieces;
   int count = 0;
   T *scores, *weights, *visible, *q_copy, *d_copy, *rowwise, *ones, *scale;
-  index *start, *stop;  // of the rows of the tile
   index q_stride, d_stride;
   T unit;
 
@@ -54,8 +53,6 @@ class BackwardKeys {
     rowwise = arena.take<T>(W * Forward<A>::row_width(s));
     q_copy = arena.take<T>(tile_rows * s.D);
     d_copy = arena.take<T>(tile_rows * s.V);
-    start = arena.take<index>(tile_rows);
-    stop = arena.take<index>(tile_rows);
     pieces = arena.take<Piece>(block_keys(s) / Lanes);
     for (int lane = 0; lane < Lanes; ++lane) ones[lane] = 1, scale[lane] = static_cast<T>(plan.scale);
     unit = score_unit<T>(plan);
@@ -63,13 +60,8 @@ class BackwardKeys {
       Piece& piece = pieces[count++];
       Strip<A>& strip = piece.strip;
       piece.key = task.key + key;
-      strip.rows = static_cast<int>(task.keys - key < Lanes ? task.keys - key : Lanes);
-      strip.nr = (strip.rows + W - 1) / W;
+      over_keys(strip, task.g, piece.key, task.keys - key < Lanes ? task.keys - key : Lanes);
       const index lanes = strip.nr * W;
-      for (int lane = 0; lane < lanes; ++lane) {
-        strip.query[lane] = piece.key + (lane < strip.rows ? lane : strip.rows - 1);
-        strip.head[lane] = task.g;
-      }
       piece.k = arena.take<T>(s.D * lanes);
       piece.v = arena.take<T>(s.V * lanes);
       piece.d_k = arena.take<T>(s.D * lanes);
@@ -83,31 +75,18 @@ class BackwardKeys {
 
   void sweep() {
     const Sizes& s = plan.sizes;
+    const bool crowds = task.keys >= Lanes;
+    PassingTile rows;
     for (index h = task.g * s.group(); h < (task.g + 1) * s.group(); ++h)
       for (index tile = 0; tile < s.Q; tile += tile_rows) {
-        const index rows = s.Q - tile < tile_rows ? s.Q - tile : tile_rows;
-        bool any = false;
-        for (index i = 0; i < rows; ++i) {
-          const index from = plan.start.at(task.b, h, tile + i), to = plan.stop.at(task.b, h, tile + i);
-          start[i] = from < 0 ? 0 : from > s.K ? s.K : from;
-          stop[i] = to < 0 ? 0 : to > s.K ? s.K : to;
-          any |= start[i] < task.key + task.keys && stop[i] > task.key && start[i] < stop[i];
-        }
-        if (!any) continue;
-        const bool crowds = task.keys >= Lanes;
-        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows, q_copy, q_stride, crowds);
-        const T* d = rows_of(g.d_out, plan, task.b, h, s.V, tile, rows, d_copy, d_stride, crowds);
+        if (!rows.fill(plan, task.b, h, tile, task.key, task.key + task.keys)) continue;
+        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, crowds);
+        const T* d = rows_of(g.d_out, plan, task.b, h, s.V, tile, rows.rows, d_copy, d_stride, crowds);
         for (int i = 0; i < count; ++i) {
           Piece& piece = pieces[i];
-          const index low = piece.key, high = piece.key + piece.strip.rows;
-          index first = 0, last = rows;  // the rows that see some key of the strip lie in [first, last)
-          const auto misses = [&](index r) { return start[r] >= high || stop[r] <= low || start[r] >= stop[r]; };
-          while (first < last && misses(first)) ++first;
-          while (first < last && misses(last - 1)) --last;
-          if (first >= last) continue;
-          bool ragged = false;
-          for (index r = first; r < last; ++r) ragged |= start[r] > low || stop[r] < high;
-          const Rows part{h, tile + first, last - first, start + first, stop + first, ragged};
+          const Passing part = rows.over(piece.key, piece.key + piece.strip.rows);
+          if (!part.count) continue;
+          const index first = part.query - tile;
           if (piece.strip.nr == A::NR)
             step<A::NR>(piece, part, q + first * q_stride, d + first * d_stride);
           else if (piece.strip.nr == 1)
@@ -125,24 +104,8 @@ class BackwardKeys {
     }
   }
 
-  struct Rows {
-    index head, query, count;
-    const index *start, *stop;
-    bool ragged;
-  };
-
-  // Lanes of a dense tensor's row, beyond its last key repeating it.
-  template <class Element>
-  F line(const Dense& dense, const Piece& piece, index h, index q, int c) const {
-    const Element* at =
-        static_cast<const Element*>(dense.data) + task.b * dense.batch + h * dense.head + q * dense.query;
-    T lanes[W];
-    for (int i = 0; i < W; ++i) lanes[i] = static_cast<T>(at[piece.strip.query[c * W + i] * dense.key]);
-    return A::load(lanes);
-  }
-
   template <int NR>
-  void step(Piece& piece, const Rows& rows, const T* q, const T* d) {
+  void step(Piece& piece, const Passing& rows, const T* q, const T* d) {
     constexpr int MR = A::MR(NR);
     ScoreGroups<A, NR> score{q, q_stride, piece.k, plan.sizes.D, scores, {}};
     in_groups<MR>(rows.count, score);
@@ -160,7 +123,7 @@ class BackwardKeys {
     bool hidden = false;
     for (index r = 0; r < rows.count; ++r) {
       const index at_row = (task.b * plan.sizes.H + rows.head) * plan.sizes.Q + rows.query + r;
-      const F shift = A::all(-static_cast<const T*>(plan.state)[2 * at_row]);
+      const F shift = A::all(static_cast<const T*>(plan.state)[2 * at_row]);
       const T* delta_factor = static_cast<const T*>(g.delta) + 2 * at_row;
       const F delta = A::all(delta_factor[0]), factor = A::all(delta_factor[1]);
       const std::uint32_t bits = plan.dropout > 0 ? dropout_row(plan.seed, task.b, rows.head, rows.query + r) : 0;
@@ -172,9 +135,10 @@ class BackwardKeys {
         if (!plan.plain()) {
           value *= scaled;
           if (plan.softcap != 0) value = tanh_of<A>(value / cap, &slope) * cap;
-          if (plan.allowed.data) seen &= line<std::uint8_t>(plan.allowed, piece, rows.head, rows.query + r, c) != F{};
+          if (plan.allowed.data)
+            seen &= across<A, std::uint8_t>(plan.allowed, piece.strip, task.b, rows.head, rows.query + r, c) != F{};
           if (plan.bias.data) {
-            const F bias = line<T>(plan.bias, piece, rows.head, rows.query + r, c);
+            const F bias = across<A, T>(plan.bias, piece.strip, task.b, rows.head, rows.query + r, c);
             seen &= bias != none;
             value += bias;
           }
@@ -184,7 +148,7 @@ class BackwardKeys {
                   (key[c] < A::all_int(static_cast<typename A::Int>(rows.stop[r])));
           value = A::select(seen, value, none);
         }
-        const F weight = exp2_of<A>(A::fma(value, units, shift)) * factor;
+        const F weight = exp2_of<A>(A::power(value, units, shift)) * factor;
         if (plan.dropout > 0)
           for (int i = 0; i < W; ++i) kept[i] = mix32(bits ^ dropout_key(key[c][i])) >= edge ? keep : T(0);
         F d_score = weight * (A::load(weights + at) * kept - delta) * slope, used = weight * kept;

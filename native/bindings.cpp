@@ -11,6 +11,7 @@
 #include "dispatch.h"
 #include "features.h"
 #include "layer.h"
+#include "look.h"
 
 namespace nb = nanobind;
 
@@ -114,14 +115,18 @@ void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, 
                 nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
                 nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
                 nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
-                double dropout, std::uint64_t seed, Address state, Address entropy, nb::handle top,
-                const std::string& isa) {
+                double dropout, std::uint64_t seed, Address state, Address entropy, nb::handle top, Address mass,
+                Address given, const std::string& isa) {
   Plan plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, out, out_strides, dtype,
                       scale, start, stop, allowed, bias, softcap, dropout, seed);
   plan.lse = reinterpret_cast<void*>(lse);
   plan.state = reinterpret_cast<void*>(state);
   plan.sinks = reinterpret_cast<const void*>(sinks);
+  plan.given = reinterpret_cast<const void*>(given);
+  if (given && (plan.sizes.V || lse || state || dropout != 0))
+    refuse("with a given state there are statistics only: no v, lse, state or dropout");
   plan.statistics.entropy = reinterpret_cast<void*>(entropy);
+  plan.statistics.mass = reinterpret_cast<void*>(mass);
   if (!top.is_none()) {
     const Integers<3> wanted(top, "top");  // (address of weights, address of keys, how many)
     if (wanted[2] < 1) refuse("top must ask for at least one key");
@@ -156,6 +161,32 @@ void backward_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   backward(g, chosen, threads);
+}
+
+void look_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape, nb::handle k_strides,
+              Address given, const std::string& dtype, double scale, int threads, nb::handle weights, Address received,
+              nb::handle map, nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, double softcap,
+              const std::string& isa) {
+  Looking looking;
+  const Integers<4> ks(k_shape, "k_shape");
+  const nb::tuple none = nb::make_tuple(0, 0, 0, 1), v_shape = nb::make_tuple(ks[0], ks[1], ks[2], 0);
+  looking.plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, 0, v_shape, none, 0, none, dtype, scale, start,
+                         stop, allowed, bias, softcap, 0, 0);
+  looking.plan.given = reinterpret_cast<const void*>(given);
+  if (!weights.is_none()) {
+    const Integers<4> at(weights, "weights");  // (address, strides of B, H, Q)
+    looking.weights = {reinterpret_cast<void*>(at[0]), at[1], at[2], at[3]};
+  }
+  looking.received = reinterpret_cast<void*>(received);
+  if (!map.is_none()) {
+    const Integers<4> at(map, "map");  // (address, height, width, 1 for the largest or 0 for the mean)
+    if (at[1] < 1 || at[2] < 1) refuse("a map needs a height and a width of at least 1");
+    looking.map = reinterpret_cast<void*>(at[0]);
+    looking.height = at[1], looking.width = at[2], looking.largest = at[3] != 0;
+  }
+  const Isa& chosen = choose(isa);
+  nb::gil_scoped_release release;
+  look(looking, chosen, threads);
 }
 
 // (address, row stride, bias address or 0)
@@ -228,8 +259,8 @@ NB_MODULE(_native, module) {
              nb::arg("lse") = 0, nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(),
              nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
              nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0,
-             nb::arg("entropy") = 0, nb::arg("top") = nb::none(), nb::arg("isa") = "",
-             "Attention over raw addresses: see native/README.md.");
+             nb::arg("entropy") = 0, nb::arg("top") = nb::none(), nb::arg("mass") = 0, nb::arg("given") = 0,
+             nb::arg("isa") = "", "Attention over raw addresses: see native/README.md.");
   module.def("backward", backward_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
              nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
              nb::arg("d_out"), nb::arg("d_out_strides"), nb::arg("d_q"), nb::arg("d_q_strides"), nb::arg("d_k"),
@@ -238,6 +269,12 @@ NB_MODULE(_native, module) {
              nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
              nb::arg("bias") = nb::none(), nb::arg("sinks") = 0, nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0,
              nb::arg("seed") = 0, nb::arg("isa") = "", "The gradients of attend: see native/README.md.");
+  module.def("look", look_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"), nb::arg("k_shape"),
+             nb::arg("k_strides"), nb::arg("given"), nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"),
+             nb::arg("weights") = nb::none(), nb::arg("received") = 0, nb::arg("map") = nb::none(),
+             nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
+             nb::arg("bias") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("isa") = "",
+             "Weights from a given state, or what they add up to: see native/README.md.");
   module.def("layer", layer_raw, nb::arg("x"), nb::arg("x_shape"), nb::arg("x_strides"), nb::arg("context"),
              nb::arg("context_shape"), nb::arg("context_strides"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::arg("o"), nb::arg("heads"), nb::arg("y"), nb::arg("scale"), nb::arg("threads"),

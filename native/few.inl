@@ -136,9 +136,9 @@ class Few {
     at.shift = top == none ? none : shift;
     decay = exp2_of<A>(A::all(old - shift))[0];
     F sum = F{};
-    const F units = A::all(unit), shifts = A::all(-shift);
+    const F units = A::all(unit), shifts = A::all(shift);
     for (index i = 0; i < keys; i += W) {
-      const F weight = exp2_of<A>(A::fma(A::load(line + i), units, shifts));
+      const F weight = exp2_of<A>(A::power(A::load(line + i), units, shifts));
       A::store(line + i, weight);
       sum += weight;
     }

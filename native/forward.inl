@@ -173,6 +173,9 @@ class Forward {
 
   void begin(int i) {
     strips[i].begin(plan, task, rowwise);
+    if (plan.given)
+      for (int lane = 0; lane < strips[i].nr * W; ++lane)
+        strips[i].shift[lane] = Ending<T>::load(plan, task.b, strips[i].head[lane], strips[i].query[lane]).shift;
     if (i + 1 < count) strips[i + 1].fetch(plan.q, plan, task, plan.sizes.D, false);
   }
 
@@ -187,16 +190,24 @@ class Forward {
     in_groups<MR>(keys, score);
 
     const bool ragged = key < strip.common || key + keys > strip.uncommon;
-    bool poisoned = false;  // some lane does not see a value that is not finite
+    bool hidden = false, poisoned = false;  // some lane does not see a key; nor a value that is not finite
     if (ragged || !plan.plain()) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};
-      const bool hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
+      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
       poisoned = hidden && !hidden_finite(strip, key, keys, v, dense == Seen::some || plan.bias.data);
     }
+    Observer<A>* observer = plan.statistics.wanted() ? observers + (&strip - strips) : nullptr;
+    if (plan.statistics.count) observer->template rank<NR>(plan.statistics, key, keys, scores, score.top);
+    if (plan.given) {
+      if (plan.statistics.entropy || plan.statistics.mass)
+        observer->template add_given<NR>(strip, key, keys, scores, unit, hidden ? visible : nullptr);
+      return;
+    }
     MixGroups<A, NR> into{v, v_stride, scores, keys, strip.mixed, {}};
-    if (plan.statistics.wanted())
-      observers[&strip - strips].template look<NR>(plan.statistics, strip, key, keys, scores, unit, score.top);
-    weigh<NR>(strip, keys, score.top, into.decay);
+    if (plan.statistics.entropy)
+      weigh<NR, true>(strip, observer, key, keys, score.top, into.decay);
+    else
+      weigh<NR, false>(strip, observer, key, keys, score.top, into.decay);
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
     if (poisoned)
       mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, into.decay);
@@ -214,30 +225,24 @@ class Forward {
   }
 
   // Scores become weights 2^(score * unit - shift); `decay` is what the older sums shrink by.
-  template <int NR>
-  inline __attribute__((always_inline)) void weigh(Strip<A>& strip, index keys, const F (&tile_top)[NR],
-                                                   F (&decay)[NR]) {
+  template <int NR, bool Spread>
+  inline __attribute__((always_inline)) void weigh(Strip<A>& strip, Observer<A>* observer, index key, index keys,
+                                                   const F (&tile_top)[NR], F (&decay)[NR]) {
     const F units = A::all(unit), none = A::all(-__builtin_inff());
-    F shift[NR], sum[NR];
+    F from[NR], sum[NR], spread[NR], moved[NR];
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {
-      const F top = A::max(tile_top[c], A::load(strip.top + c * W)), old = A::load(strip.shift + c * W);
-      const F level = A::select(top == none, none, top * units);
+      const F before = A::load(strip.top + c * W), top = A::max(tile_top[c], before);
+      const F old = A::load(strip.shift + c * W), level = A::select(top == none, none, top * units);
       A::store(strip.top + c * W, top);
       A::store(strip.shift + c * W, level);
-      shift[c] = A::select(top == none, F{}, level);  // nothing seen yet: -inf - -inf must not arise
-      decay[c] = exp2_of<A>(old - shift[c]);
-      sum[c] = F{};
+      from[c] = A::select(top == none, F{}, Spread ? top : level);  // nothing seen yet: -inf - -inf must not arise
+      moved[c] = Spread ? (before - from[c]) * units : old - from[c];
+      decay[c] = exp2_of<A>(moved[c]);
+      moved[c] = A::select(before == none, F{}, moved[c]);
     }
-    for (index i = 0; i < keys; ++i) {
-#pragma GCC unroll 4
-      for (int c = 0; c < NR; ++c) {
-        T* at = scores + (i * NR + c) * W;
-        const F weight = exp2_of<A>(A::fma(A::load(at), units, -shift[c]));
-        A::store(at, weight);
-        sum[c] += weight;
-      }
-    }
+    add_up<A, NR, Spread>(key, keys, scores, unit, from, sum, spread);
+    if (Spread) observer->template spread_out<NR>(strip, spread, moved, decay);
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {
       T* at = strip.total + c * W;
@@ -249,12 +254,18 @@ class Forward {
   void finish(Strip<A>& strip) {
     for (int lane = 0; lane < strip.nr * W; ++lane) {
       const index h = strip.head[lane];
-      const Ending<T> end = ending<T>(plan, h, strip.shift[lane], strip.total[lane]);
-      factor[lane] = end.factor;
+      const T top = strip.top[lane], total = strip.total[lane];
+      // With entropy, sums stand at the largest score itself and not at its shift, which is rounded.
+      const bool exact = plan.statistics.entropy && top > -__builtin_inff();
+      const T off = A::power(A::all(top), A::all(unit), A::all(strip.shift[lane]))[0];  // rounded as any power is
+      const T moved = exact ? static_cast<T>(exp2(double(off))) : T(1);
+      const Ending<T> end = plan.given ? Ending<T>::load(plan, task.b, h, strip.query[lane])
+                                       : ending<T>(plan, h, strip.shift[lane], total * moved);
+      factor[lane] = end.factor * moved;
       if (lane >= strip.rows) continue;
       end.save(plan, task.b, h, strip.query[lane]);
       if (plan.statistics.wanted())
-        observers[&strip - strips].write(plan, task.b, h, strip.query[lane], lane, end, strip.total[lane], unit);
+        observers[&strip - strips].write(plan, task.b, h, strip.query[lane], lane, end, total, top, unit);
     }
     strip.write(strip.mixed, plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
       return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);

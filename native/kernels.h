@@ -29,6 +29,11 @@ struct Kernels {
   index (*backward_scratch)(const Plan&);
   void (*backward_queries)(const Gradients&, const Task&, void* scratch);
   void (*backward_keys)(const Gradients&, const Task&, void* scratch);
+  index (*look_scratch)(const Looking&, index bins);
+  void (*look_weights)(const Looking&, const Task&, void* scratch);
+  void (*look_map)(const Looking&, const Task&, void* scratch);  // a task's rows are bins of queries
+  index (*received_scratch)(const Looking&);
+  void (*received)(const Looking&, const Task&, void* scratch);
   void (*linear)(const Linear&, index first, index last);  // outputs [first, last)
 };
 

@@ -6,7 +6,9 @@
 #include "forward.inl"
 #include "kernels.h"
 #include "linear.inl"
+#include "look.inl"
 #include "merge.inl"
+#include "received.inl"
 
 namespace multihead {
 namespace {
@@ -36,6 +38,11 @@ constexpr Kernels kernels_of = {
     backward_scratch<A>,
     BackwardQueries<A>::run,
     BackwardKeys<A>::run,
+    Look<A>::scratch_bytes,
+    Look<A>::write,
+    Look<A>::pool,
+    Received<A>::scratch_bytes,
+    Received<A>::run,
     linear<A>,
 };
 // clang-format on

@@ -40,6 +40,14 @@ struct Lanes {
   static F all(T x) { return x - F{}; }
   static I all_int(Int x) { return x - I{}; }
   static F fma(F a, F b, F c) { return a * b + c; }
+  // score * unit - shift, rounded once where there is a wider number to compute it in, as fma does: the digits that the
+  // product would lose are those that a weight needs where scores are large.
+  static F power(F score, F unit, F shift) {
+    if constexpr (sizeof(T) == 8) return score * unit - shift;
+    F x;
+    for (int i = 0; i < W; ++i) x[i] = static_cast<T>(double(score[i]) * double(unit[i]) - double(shift[i]));
+    return x;
+  }
   static F max(F a, F b) { return a > b ? a : b; }  // where either is NaN: b
   static F select(I mask, F a, F b) { return mask ? a : b; }
 
@@ -103,6 +111,10 @@ struct Lanes {
 // Asks for memory that will be read soon. Any address is allowed.
 inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// 2^ of this, and of anything below, is exactly 0.
+template <class A>
+constexpr typename A::T least_power = sizeof(typename A::T) == 8 ? -1023 : -127;
+
 // 2^x; at most 0.8 units in the last place off. Below -126.5 it is exactly 0; NaN stays NaN.
 template <class A>
 typename A::F exp2_of(typename A::F x) {
@@ -113,7 +125,7 @@ typename A::F exp2_of(typename A::F x) {
   constexpr int mantissa = wide ? 52 : 23;
   constexpr typename A::Int one = wide ? 1023 : 127;
   constexpr T magic = wide ? T(6755399441055744.0) : T(12582912.0);  // adding it rounds to an integer in the low bits
-  x = A::max(A::all(T(-one)), x);
+  x = A::max(A::all(least_power<A>), x);
   const F shifted = x + magic;
   const F f = x - (shifted - magic);
   F p;

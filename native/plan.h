@@ -55,8 +55,9 @@ struct Statistics {
   void* weights = nullptr;       // (B,H,Q,count): the largest weights, falling
   std::int64_t* keys = nullptr;  // (B,H,Q,count): their keys, -1 where a query sees fewer; ties: the lowest key first
   index count = 0;
+  void* mass = nullptr;  // (B,H,Q): the sum of the weights; all of it but for a sink, unless `given` says otherwise
 
-  bool wanted() const { return entropy || count; }
+  bool wanted() const { return entropy || count || mass; }
 };
 
 struct Plan {
@@ -65,6 +66,7 @@ struct Plan {
   View q, k, v, out;
   void* lse = nullptr;          // (B,H,Q) contiguous; double for f64, else float
   void* state = nullptr;        // (B,H,Q,2) contiguous: what the backward pass needs, see Ending
+  const void* given = nullptr;  // a state that is known already, of these queries over more keys maybe; V is 0 then
   Bound start, stop;            // start <= key < stop
   Dense allowed;                // bool: true may attend
   Dense bias;                   // double for f64, else float; -inf hides
@@ -89,6 +91,26 @@ struct Gradients {
   View d_out, d_q, d_k, d_v;    // gradients of out, q, k and v, of the plan's type
   const void* d_lse = nullptr;  // (B,H,Q) contiguous, or null
   void* delta = nullptr;  // (B,H,Q,2) contiguous, written: what a row subtracts from its weights' gradients, its factor
+};
+
+// n things in `count` bins, as torch's adaptive pooling cuts them: neighbours may share one thing.
+struct Bins {
+  index n, count;
+  index first(index bin) const { return bin * n / count; }
+  index last(index bin) const { return ((bin + 1) * n + count - 1) / count; }  // one past it
+  index lowest(index thing) const { return thing * count / n; }                // the bins that have it
+  index past(index thing) const { return ((thing + 1) * count + n - 1) / n; }  // end before this one
+};
+
+// Weights of a plan whose state is `given`, or what they add up to; each of the plan's number type, and null where not
+// wanted. `out` is not needed, and V is 0.
+struct Looking {
+  Plan plan;
+  View weights;              // (B,H,Q,K); only what may be seen is written, and the rest is left as it is
+  void* received = nullptr;  // (B,H,K) contiguous: the sum over queries
+  void* map = nullptr;       // (B,H,height,width) contiguous: the mean, or the largest, of each bin
+  index height = 0, width = 0;
+  bool largest = false;
 };
 
 }  // namespace multihead

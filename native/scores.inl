@@ -43,8 +43,8 @@ typename A::F tanh_of(typename A::F x, typename A::F* slope = nullptr) {
 
 // Rows of a dense (B,H,Q,K) tensor, one per lane, turned so that each key has a vector of lanes: to[key][lane].
 template <class A, class Element>
-void stage(const Plan& plan, const Task& task, const Strip<A>& strip, const Dense& dense, index key, index keys,
-           typename A::T* rowwise, typename A::T* to) {
+void stage(const Task& task, const Strip<A>& strip, const Dense& dense, index key, index keys, typename A::T* rowwise,
+           typename A::T* to) {
   using T = typename A::T;
   using F = typename A::F;
   constexpr int W = A::W;
@@ -118,8 +118,8 @@ bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key
   T* staged = static_cast<T*>(with.staged);
   T* visible = static_cast<T*>(with.visible);
   T* rowwise = static_cast<T*>(with.rowwise);
-  if (plan.bias.data) stage<A, T>(plan, task, strip, plan.bias, key, keys, rowwise, staged);
-  if (with.dense) stage<A, std::uint8_t>(plan, task, strip, plan.allowed, key, keys, rowwise, visible);
+  if (plan.bias.data) stage<A, T>(task, strip, plan.bias, key, keys, rowwise, staged);
+  if (with.dense) stage<A, std::uint8_t>(task, strip, plan.allowed, key, keys, rowwise, visible);
 
   const F none = A::all(-__builtin_inff());
   const F scale = A::all(static_cast<T>(plan.plain() ? 1 : plan.scale));

@@ -1,5 +1,5 @@
-// Statistics of the weights in the same pass: entropy, and the n largest weights with their keys. They look at a tile's
-// scores before these become weights; O(n) numbers a row, whatever the number of keys.
+// Statistics of the weights in the same pass: entropy, the n largest weights with their keys, and mass. They look at a
+// tile's scores before these become weights; O(n) numbers a row, whatever the number of keys.
 #pragma once
 
 #include <math.h>
@@ -10,14 +10,56 @@
 namespace multihead {
 namespace {
 
+// Where a stretch of keys ends that is summed by itself, from the i-th of `count` on that start at `key`: short sums
+// first, and then their sum, round less. Ends lie at fixed keys, so that the order of a sum is the same for any tile.
+inline index stretch_end(index key, index i, index count) {
+  constexpr index stretch = 32;
+  const index end = (key + i) / stretch * stretch + stretch - key;
+  return end < count ? end : count;
+}
+
+// Adds up a tile: the sum of weights 2^(score * unit - shift), which take the place of the scores. If `Spread`, also of
+// weight * log2(weight); `from` is then the score whose weight is exactly 1, rather than its shift, so that a row with
+// one weight that counts has an entropy of 0 and not of a rounding error.
+template <class A, int NR, bool Spread>
+inline __attribute__((always_inline)) void add_up(index key, index count, typename A::T* scores, typename A::T unit,
+                                                  const typename A::F (&from)[NR], typename A::F (&sum)[NR],
+                                                  typename A::F (&spread)[NR]) {
+  using F = typename A::F;
+  const F units = A::all(unit), least = A::all(least_power<A>);
+#pragma GCC unroll 4
+  for (int c = 0; c < NR; ++c) sum[c] = spread[c] = F{};
+  for (index i = 0; i < count;) {
+    F part[NR], wide[NR];
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) part[c] = wide[c] = F{};
+    for (const index end = stretch_end(key, i, count); i < end; ++i) {
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        typename A::T* at = scores + (i * NR + c) * A::W;
+        const F score = A::load(at);
+        const F power = Spread ? A::max(least, (score - from[c]) * units)  // 0 * -inf is 0 here
+                               : A::power(score, units, from[c]);
+        const F weight = exp2_of<A>(power);
+        A::store(at, weight);
+        part[c] += weight;
+        if (Spread) wide[c] = A::fma(weight, power, wide[c]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < NR; ++c) sum[c] += part[c], spread[c] += wide[c];
+  }
+}
+
 template <class A>
 struct Observer {
   using T = typename A::T;
   using F = typename A::F;
+  using I = typename A::I;
   static constexpr int W = A::W, Lanes = A::NR * A::W;
 
-  T* spread;           // (lanes): sum of weight * log2(weight), both relative to the shift
-  T* best;             // (lanes, n): the largest scores, falling
+  T* spread;           // (lanes): sum of weight * log2(weight), both as if the largest were 1
+  T* best;             // (lanes, n): the largest scores, a heap with the least of them first
   std::int64_t* keys;  // (lanes, n): theirs
 
   static index bytes(const Statistics& s) {
@@ -34,67 +76,123 @@ struct Observer {
 
   // scores[count][lanes] of keys from `key` on; `top` is the tile's largest score of each lane.
   template <int NR>
-  void look(const Statistics& s, const Strip<A>& strip, index key, index count, const T* scores, T unit,
-            const F (&top)[NR]) {
-    if (s.entropy) add_spread<NR>(strip, count, scores, unit, top);
-    if (!s.count) return;
-    F least[NR];
-    const auto refresh = [&](int c) {
-      T edge[W];
-      for (int i = 0; i < W; ++i) edge[i] = best[(c * W + i) * s.count + s.count - 1];
-      least[c] = A::load(edge);
-    };
-    for (int c = 0; c < NR; ++c) refresh(c);
-    for (index i = 0; i < count; ++i)
-      for (int c = 0; c < NR; ++c) {
+  void rank(const Statistics& s, index key, index count, const T* scores, const F (&top)[NR]) {
+    for (int c = 0; c < NR; ++c) {
+      F least = worst(s.count, c);
+      if (!A::any(top[c] > least)) continue;
+      for (index i = 0; i < count; ++i) {
         const T* at = scores + (i * NR + c) * W;
-        if (!A::any(A::load(at) > least[c])) continue;
+        if (!A::any(A::load(at) > least)) continue;
         for (int j = 0; j < W; ++j) insert(s.count, c * W + j, at[j], key + i);
-        refresh(c);
+        least = worst(s.count, c);
       }
+    }
   }
 
-  void write(const Plan& plan, index b, index h, index q, int lane, const Ending<T>& end, T total, T unit) const {
+  // Adds a tile to `spread` before the strip's top moves by `moved` powers (0 where there was none yet) and its sums
+  // shrink by `decay`.
+  template <int NR>
+  void spread_out(const Strip<A>& strip, const F (&tile)[NR], const F (&moved)[NR], const F (&decay)[NR]) {
+    for (int c = 0; c < NR; ++c) {
+      const F old = A::fma(moved[c], A::load(strip.total + c * W), A::load(spread + c * W));
+      A::store(spread + c * W, A::fma(decay[c], old, tile[c]));
+    }
+  }
+
+  // Adds a tile where the shift is given. A row whose shift is NaN still has weights of 0 where `visible` (null: it all
+  // is) says so.
+  template <int NR>
+  void add_given(Strip<A>& strip, index key, index count, const T* scores, T unit, const T* visible) {
+    const F units = A::all(unit), least = A::all(least_power<A>);
+    for (int c = 0; c < NR; ++c) {
+      const F shift = A::load(strip.shift + c * W);
+      F sum = F{}, wide = F{};
+      for (index i = 0; i < count;) {
+        F part = F{}, part_wide = F{};
+        for (const index end = stretch_end(key, i, count); i < end; ++i) {
+          const index at = (i * NR + c) * W;
+          const F power = A::max(least, A::power(A::load(scores + at), units, shift));
+          F weight = exp2_of<A>(power), product = weight * power;
+          if (visible) {
+            const I seen = (I)A::load(visible + at);
+            weight = A::select(seen, weight, F{}), product = A::select(seen, product, F{});
+          }
+          part += weight, part_wide += product;
+        }
+        sum += part, wide += part_wide;
+      }
+      A::store(strip.total + c * W, A::load(strip.total + c * W) + sum);
+      A::store(spread + c * W, A::load(spread + c * W) + wide);
+    }
+  }
+
+  // `total` is what the strip has summed up for the lane, and `top` its largest score.
+  void write(const Plan& plan, index b, index h, index q, int lane, const Ending<T>& end, T total, T top, T unit) {
     const Statistics& s = plan.statistics;
     const index at = (b * plan.sizes.H + h) * plan.sizes.Q + q;
+    const double f = end.factor;
     if (s.entropy) {
-      const double f = end.factor;
-      const double bits = f > 0 ? -f * (double(spread[lane]) + double(total) * log2(f)) : f == 0 ? 0 : f;
-      static_cast<T*>(s.entropy)[at] = static_cast<T>(bits * 0.6931471805599453);
+      const double by = plan.given ? f : 1 / (double(total) + sink_power(plan, h, double(top) * double(unit)));
+      const double bits = by > 0 && total != 0 ? -by * (double(spread[lane]) + double(total) * log2(by)) : total * 0;
+      static_cast<T*>(s.entropy)[at] = bits < 0 ? T(0) : static_cast<T>(bits * 0.6931471805599453);
     }
+    if (s.mass) {
+      const double by = s.entropy && !plan.given ? f * exp2(double(top) * double(unit) - double(end.shift)) : f;
+      static_cast<T*>(s.mass)[at] = total == 0 ? T(0) : static_cast<T>(double(total) * by);
+    }
+    if (s.count) sort(lane * s.count, s.count);
     for (index i = 0; i < s.count; ++i) {
       const index from = lane * s.count + i;
-      const double power = double(best[from]) * double(unit) - double(end.shift);
-      static_cast<T*>(s.weights)[at * s.count + i] = keys[from] < 0 ? T(0) : static_cast<T>(exp2(power) * end.factor);
+      const double power = fma(double(best[from]), double(unit), -double(end.shift));
+      const double none = f == f ? 0 : f;
+      static_cast<T*>(s.weights)[at * s.count + i] = static_cast<T>(keys[from] < 0 ? none : exp2(power) * f);
       s.keys[at * s.count + i] = keys[from];
     }
   }
 
  private:
-  template <int NR>
-  void add_spread(const Strip<A>& strip, index count, const T* scores, T unit, const F (&tile_top)[NR]) {
-    const F none = A::all(-__builtin_inff());
-    for (int c = 0; c < NR; ++c) {
-      const F top = A::max(tile_top[c], A::load(strip.top + c * W)), old = A::load(strip.shift + c * W);
-      const F shift = A::select(top == none, F{}, top * A::all(unit));
-      const F decay = exp2_of<A>(old - shift), moved = A::select(old == none, F{}, old - shift);
-      F sum = decay * A::fma(moved, A::load(strip.total + c * W), A::load(spread + c * W));
-      for (index i = 0; i < count; ++i) {
-        const F power = A::fma(A::load(scores + (i * NR + c) * W), A::all(unit), -shift), weight = exp2_of<A>(power);
-        sum += A::select(weight == F{}, F{}, weight * power);  // 0 * -inf is 0 here
-      }
-      A::store(spread + c * W, sum);
-    }
+  // What a sink adds to the sum of weights where the weight 1 stands for 2^level.
+  static double sink_power(const Plan& plan, index h, double level) {
+    constexpr double log2e = 1.4426950408889634;
+    return plan.sinks ? exp2(double(static_cast<const T*>(plan.sinks)[h]) * log2e - level) : 0;
   }
 
-  // Behind its equals: of equal scores the lowest key comes first.
+  // The least of the n best of each lane.
+  F worst(index n, int c) const {
+    T edge[W];
+    for (int i = 0; i < W; ++i) edge[i] = best[(c * W + i) * n];
+    return A::load(edge);
+  }
+
+  // Takes the place of the least, unless it is no better: of equal scores the lowest key, which came first, stays.
   void insert(index n, int lane, T score, index key) {
-    T* scores = best + lane * n;
-    std::int64_t* at = keys + lane * n;
-    if (!(score > scores[n - 1])) return;
-    index i = n - 1;
-    for (; i > 0 && score > scores[i - 1]; --i) scores[i] = scores[i - 1], at[i] = at[i - 1];
+    if (score > best[lane * n]) sink(lane * n, n, score, key);
+  }
+
+  // Puts a score where the least of a heap of n was.
+  void sink(index heap, index n, T score, std::int64_t key) {
+    T* scores = best + heap;
+    std::int64_t* at = keys + heap;
+    const auto below = [&](index i, T other, std::int64_t its) {
+      return scores[i] < other || (scores[i] == other && at[i] > its);
+    };
+    index i = 0;
+    for (index child; (child = 2 * i + 1) < n; i = child) {
+      if (child + 1 < n && below(child + 1, scores[child], at[child])) ++child;
+      if (!below(child, score, key)) break;
+      scores[i] = scores[child], at[i] = at[child];
+    }
     scores[i] = score, at[i] = key;
+  }
+
+  // The largest first.
+  void sort(index heap, index n) {
+    while (--n > 0) {
+      const T least = best[heap], last = best[heap + n];
+      const std::int64_t its = keys[heap], last_key = keys[heap + n];
+      sink(heap, n, last, last_key);
+      best[heap + n] = least, keys[heap + n] = its;
+    }
   }
 };
 

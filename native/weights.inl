@@ -15,11 +15,23 @@ T score_unit(const Plan& plan) {
   return static_cast<T>(plan.plain() ? plan.scale * log2e : log2e);
 }
 
+// What turns a power of two back into a score, to be multiplied with: the unit was rounded, and this takes it back.
+template <class T>
+double power_score(const Plan& plan) {
+  return (plan.plain() ? plan.scale : 1) / double(score_unit<T>(plan));
+}
+
 // How a row ends: a weight is 2^(score * unit - shift) * factor, and lse is the log-sum-exp. (shift, factor) is the
 // state the backward pass starts from: lse alone would lose digits where scores are large.
 template <class T>
 struct Ending {
   T factor, lse, shift;
+
+  // From the state that a plan is given.
+  static Ending load(const Plan& plan, index b, index h, index q) {
+    const T* at = static_cast<const T*>(plan.given) + 2 * ((b * plan.sizes.H + h) * plan.sizes.Q + q);
+    return {at[1], T(0), at[0]};
+  }
 
   void save(const Plan& plan, index b, index h, index q) const {
     const index at = (b * plan.sizes.H + h) * plan.sizes.Q + q;
@@ -46,7 +58,7 @@ Ending<T> ending(const Plan& plan, index h, T shift, T total) {
   if (dead) return {T(0), none, -none};  // exp2(anything - inf) is 0
   if (!plan.lse) return {1 / total, T(0), shift};
   const double sum = sizeof(T) == 8 ? log(double(total)) : double(logf(float(total)));
-  return {1 / total, static_cast<T>(double(shift) * ln2 + sum), shift};
+  return {1 / total, static_cast<T>(double(shift) * power_score<T>(plan) + sum), shift};
 }
 
 // The generator of dropout: counter-based, the same numbers on every backend.

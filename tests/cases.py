@@ -25,6 +25,27 @@ def block_lower(H: int, Q: int, K: int) -> Tensor:
     return allowed
 
 
+def fused(q: Tensor, k: Tensor) -> Tensor:
+    """q·kᵀ as torch's libraries sum it: in several parts, with fused multiply-add."""
+    return torch.einsum("bhqd,bhkd->bhqk", q, k)
+
+
+def one_by_one(q: Tensor, k: Tensor) -> Tensor:
+    """q·kᵀ with every operation rounded: no fused multiply-add, no clever order."""
+    total = torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype)
+    for d in range(q.shape[-1]):
+        total = total + q[..., d, None] * k[:, :, None, :, d]
+    return total
+
+
+def from_the_end(q: Tensor, k: Tensor) -> Tensor:
+    """The same in the opposite order: on a handful of numbers one order is sometimes lucky."""
+    return one_by_one(q.flip(-1), k.flip(-1))
+
+
+ORDERS = (fused, one_by_one, from_the_end)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of attend, made of seeded numbers."""
@@ -93,14 +114,17 @@ class Case:
         weights, lse = self.plain_weights(dtype)
         return torch.einsum("bhqk,bhkv->bhqv", weights, steps.repeat_heads(self.tensors(dtype)["v"], self.H)), lse
 
-    def plain_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def plain_weights(self, dtype: torch.dtype, score: Callable = fused) -> tuple[Tensor, Tensor]:
         """The weights (B,H,Q,K) and the log-sum-exp of the same."""
+        return steps.weigh(self.plain_scores(dtype, score), self.tensors(dtype).get("sinks"))
+
+    def plain_scores(self, dtype: torch.dtype, score: Callable = fused) -> Tensor:
+        """What the softmax sees, (B,H,Q,K)."""
         t = self.tensors(dtype)
         visible = lower(self.mask, Frame.of(self.Q, self.K), self.B, self.H)
         q, k = t["q"], steps.repeat_heads(t["k"], self.H)
-        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * self.options.get("scale", self.D**-0.5)
-        masked = steps.hide(scores, allowed=visible.allowed(), softcap=self.options.get("softcap"), bias=t.get("bias"))
-        return steps.weigh(masked, t.get("sinks"))
+        scores = score(q, k) * self.options.get("scale", self.D**-0.5)
+        return steps.hide(scores, allowed=visible.allowed(), softcap=self.options.get("softcap"), bias=t.get("bias"))
 
 
 def max_error(found: Tensor, exact: np.ndarray) -> float:

@@ -12,28 +12,48 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import multihead as mh
-from multihead.backends import region
-from tests.cases import CASES, Case, assert_within_bound, by_why, max_error
+from multihead import native
+from multihead.backends import native_statistics, region
+from tests.cases import CASES, ORDERS, Case, accepting, assert_within_bound, by_why, max_error
 
-SIDES = {"a tile for all": {}, "many small tiles": {"SIDE": 8, "TILE": 128}}
+WAYS = {"the kernel": {}, "torch": {}, "torch in small tiles": {"SIDE": 8, "TILE": 128}}
 SMALL = [case for case in CASES if case.Q * case.K < 1500]  # where many tiles still take no time
-TILED = [(case, sides) for sides in SIDES for case in (CASES if sides == "a tile for all" else SMALL)]
-by_tile = {"ids": [f"{case.why}, {sides}" for case, sides in TILED]}
+COMPUTED = [(case, way) for way in WAYS for case in (SMALL if way == "torch in small tiles" else CASES)]
+computed = pytest.mark.parametrize(
+    ("case", "way"), COMPUTED, ids=[f"{case.why}, {way}" for case, way in COMPUTED], indirect=["way"]
+)
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
 
 
-def lens_of(case: Case, dtype: torch.dtype, with_lse: bool = False) -> mh.Lens:
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who computes statistics: the C++ kernel, or plain torch, in tiles of one size or another."""
+    for name, value in WAYS[request.param].items():
+        monkeypatch.setattr(region, name, value)
+    if request.param != "the kernel":
+        monkeypatch.setattr(native_statistics, "accepts", lambda region: False)
+    elif native.module is None:
+        pytest.skip(f"the native module is {native.missing}")
+    return request.param
+
+
+def lens_of(case: Case, dtype: torch.dtype, lse: Tensor | None = None) -> mh.Lens:
     t = case.tensors(dtype)
-    v = t.pop("v")
-    options = {**t, **case.options, "mask": case.mask}
-    lse = mh.attend(v=v, **options, backend="reference", return_lse=True)[1] if with_lse else None
-    return mh.look(**options, lse=lse)
+    del t["v"]
+    return mh.look(**t, **case.options, mask=case.mask, lse=lse)
 
 
-def dense_weights(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Exact ones in float64, and what the rounding of the lse that attend gives makes of them."""
-    weights, lse = (torch.from_numpy(t.astype(np.float64)) for t in case.exact_weights(dtype))
-    given = case.run(dtype, "reference", return_lse=True)[1].double()
-    return weights, weights * torch.exp(torch.where(lse == given, 0, lse - given))[..., None]
+def dense_weights(case: Case, dtype: torch.dtype, lse: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Exact ones in float64, and plain ones in `dtype`, which are exp(score − lse) where the lse is given."""
+    exact = torch.from_numpy(case.exact_weights(dtype)[0].astype(np.float64))
+    if lse is None:
+        return exact, [case.plain_weights(dtype, order)[0] for order in ORDERS]
+    plain = [torch.exp(case.plain_scores(dtype, order) - lse[..., None]) for order in ORDERS]
+    exact_lse = torch.from_numpy(case.exact_weights(dtype)[1].astype(np.float64))
+    rounded = (
+        exact * torch.exp(torch.where(exact_lse == lse, 0, exact_lse - lse))[..., None]
+    )  # by that of the lse alone
+    return exact, [w.masked_fill((lse == -torch.inf)[..., None], 0) for w in [*plain, rounded]]
 
 
 def largest(w: Tensor, n: int) -> Tensor:
@@ -82,31 +102,28 @@ MAPS: dict[str, tuple[Callable[[mh.Lens], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("with_lse", [False, True], ids=["alone", "after attend"])
-@pytest.mark.parametrize(("case", "sides"), TILED, **by_tile)
-def test_every_method_equals_the_same_from_dense_float64_weights(
-    case: Case, sides: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in SIDES[sides].items():
-        monkeypatch.setattr(region, name, value)
+@pytest.mark.parametrize("lse_of", [None, *accepting(CASES[0])[::2]], ids=lambda name: f"lse of {name}")
+@computed
+def test_every_method_equals_the_same_from_dense_float64_weights(case: Case, way: str, lse_of: str | None) -> None:
+    if lse_of == "native" and way != "the kernel":
+        return  # to torch one foreign lse is like another
     methods = METHODS | (MAPS if case.Q and case.K > 1 else {})
     for dtype in (torch.float32, torch.bfloat16):
-        (exact, given), plain = dense_weights(case, dtype), case.plain_weights(dtype)[0]
-        lens = lens_of(case, dtype, with_lse)
+        lse = None if lse_of is None else case.run(dtype, lse_of, return_lse=True)[1]
+        exact, plain = dense_weights(case, dtype, lse)
+        lens = lens_of(case, dtype, lse)
         for name, (ours, dense) in methods.items():
             found, wanted = ours(lens), dense(exact).numpy()
             assert found.dtype == torch.float32
-            worst = max(
-                (dense(w) for w in ([plain, given] if with_lse else [plain])), key=lambda w: max_error(w, wanted)
-            )
+            worst = max((dense(w) for w in plain), key=lambda w: max_error(w, wanted))
             try:
                 assert_within_bound(found, worst, wanted, dtype)
             except AssertionError as error:
                 raise AssertionError(f"{name} in {dtype}: {error}") from error
 
 
-@pytest.mark.parametrize("case", CASES, **by_why)
-def test_float64_stays_float64(case: Case) -> None:
+@computed
+def test_float64_stays_float64(case: Case, way: str) -> None:
     exact, lens = (
         torch.from_numpy(case.exact_weights(torch.float64)[0].astype(np.float64)),
         lens_of(case, torch.float64),
@@ -116,12 +133,8 @@ def test_float64_stays_float64(case: Case) -> None:
         torch.testing.assert_close(found, dense(exact), rtol=1e-9, atol=1e-11, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize(("case", "sides"), TILED, **by_tile)
-def test_the_keys_of_peak_and_top_are_where_the_weights_are(
-    case: Case, sides: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in SIDES[sides].items():
-        monkeypatch.setattr(region, name, value)
+@computed
+def test_the_keys_of_peak_and_top_are_where_the_weights_are(case: Case, way: str) -> None:
     lens, n = lens_of(case, torch.float64), 4
     weights, (top, keys), (peak, key) = lens.weights(), lens.top(n), lens.peak()
     assert (keys.dtype, key.dtype) == (torch.int64, torch.int64)
@@ -140,21 +153,20 @@ def test_the_keys_of_peak_and_top_are_where_the_weights_are(
     assert torch.equal((keys >= 0).sum(-1), seen.sum(-1).clamp(max=n))
 
 
-def test_ties_go_to_the_lowest_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_way
+def test_ties_go_to_the_lowest_key(way: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(0, 3, (1, 2, 33, 4), generator=generator).float()
     k = torch.randint(0, 3, (1, 2, 47, 4), generator=generator).float()
-    for tile in (2**19, 64):
-        monkeypatch.setattr(region, "TILE", tile)
-        monkeypatch.setattr(region, "SIDE", tile if tile > 64 else 7)
-        lens = mh.look(q, k, mh.Causal(), scale=1.0)
-        scores = (q @ k.transpose(-1, -2)).masked_fill(~mh.Causal().dense(33, 47), -torch.inf)
-        wanted = scores.sort(dim=-1, descending=True, stable=True).indices[..., :9]
-        assert torch.equal(lens.top(9)[1], wanted)
-        assert torch.equal(lens.peak()[1], wanted[..., 0])
+    lens = mh.look(q, k, mh.Causal(), scale=1.0)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~mh.Causal().dense(33, 47), -torch.inf)
+    wanted = scores.sort(dim=-1, descending=True, stable=True).indices[..., :9]
+    assert torch.equal(lens.top(9)[1], wanted)
+    assert torch.equal(lens.peak()[1], wanted[..., 0])
 
 
-def test_a_query_that_sees_nothing() -> None:
+@every_way
+def test_a_query_that_sees_nothing(way: str) -> None:
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 3, 8)
     lens = mh.look(q, k, mh.Causal())  # the first two queries stand before the first key
     assert lens.rows([0, 1]).count_nonzero() == 0
@@ -168,8 +180,9 @@ def test_a_query_that_sees_nothing() -> None:
     assert with_sink.peak()[1][0, 0, 0] == -1
 
 
+@every_way
 @pytest.mark.parametrize("pool", ["mean", "max"])
-def test_what_is_hidden_stays_hidden_and_a_visible_nan_stays_in_its_rows(pool: str) -> None:
+def test_what_is_hidden_stays_hidden_and_a_visible_nan_stays_in_its_rows(pool: str, way: str) -> None:
     q, k = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     k[:, :, 4] = torch.nan  # visible to queries 4 and 5
     lens, clean = mh.look(q, k, mh.Causal()), mh.look(q[:, :, :4], k[:, :, :4], mh.Causal())
@@ -190,19 +203,25 @@ def test_what_is_hidden_stays_hidden_and_a_visible_nan_stays_in_its_rows(pool: s
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(queries, keys) of each pass over scores that starts."""
+def work(way: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(queries, keys) of each pass over scores that starts, whoever computes it."""
     passes: list[tuple[int, int]] = []
-    tiles = region.Region.tiles
+    tiles, run = region.Region.tiles, native_statistics._run
+
+    def run_counted(function: Callable, part: region.Region, *more: Any) -> None:
+        passes.append(part.shape[2:])
+        run(function, part, *more)
 
     def counted(self: region.Region, all_heads: bool = False) -> Any:
         passes.append(self.shape[2:])
         return tiles(self, all_heads)
 
     monkeypatch.setattr(region.Region, "tiles", counted)
+    monkeypatch.setattr(native_statistics, "_run", run_counted)
     return passes
 
 
+@every_way
 def test_after_attend_each_question_is_one_pass_over_what_it_is_about(work: list) -> None:
     q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 13, 8)
     lse = mh.attend(q, k, k, mh.Causal(), return_lse=True)[1]
@@ -225,6 +244,7 @@ def test_after_attend_each_question_is_one_pass_over_what_it_is_about(work: list
         assert work == passes
 
 
+@every_way
 def test_without_the_lse_entropy_and_peak_are_one_pass_that_finds_it_too(work: list) -> None:
     q = torch.randn(1, 2, 9, 8)
     lens = mh.look(q, q, mh.Causal())
@@ -234,6 +254,7 @@ def test_without_the_lse_entropy_and_peak_are_one_pass_that_finds_it_too(work: l
     assert len(work) == 2
 
 
+@every_way
 def test_a_few_rows_cost_a_few_rows(work: list) -> None:
     q = torch.randn(1, 2, 900, 8)
     mh.look(q, q, mh.Causal()).rows(range(3))

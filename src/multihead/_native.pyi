@@ -36,6 +36,8 @@ def attend(
     state: int = 0,
     entropy: int = 0,
     top: tuple[int, int, int] | None = None,
+    mass: int = 0,
+    given: int = 0,
     isa: str = "",
 ) -> None: ...
 def backward(
@@ -70,6 +72,27 @@ def backward(
     softcap: float = 0.0,
     dropout: float = 0.0,
     seed: int = 0,
+    isa: str = "",
+) -> None: ...
+def look(
+    q: int,
+    q_shape: Shape,
+    q_strides: Shape,
+    k: int,
+    k_shape: Shape,
+    k_strides: Shape,
+    given: int,
+    dtype: str,
+    scale: float,
+    threads: int,
+    weights: tuple[int, int, int, int] | None = None,
+    received: int = 0,
+    map: tuple[int, int, int, int] | None = None,
+    start: Ramp | BoundTensor | None = None,
+    stop: Ramp | BoundTensor | None = None,
+    allowed: Dense | None = None,
+    bias: Dense | None = None,
+    softcap: float = 0.0,
     isa: str = "",
 ) -> None: ...
 def layer(

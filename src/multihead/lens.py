@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from multihead import plots, steps, terminal
 from multihead.attend import prepare
 from multihead.backends import Call, statistics, without_autocast
-from multihead.backends.region import SIDE, At, Region
+from multihead.backends.region import SIDE, At, Region, Scan
 from multihead.intervals import Visible
 from multihead.masks import Mask
 from multihead.selections import Chosen, Selection, choose, count, take
@@ -49,8 +49,9 @@ def look(
         sinks: (H,) a logit for each head that joins the softmax's denominator.
         bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
         lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores. Its rounding, up to
-            |lse|·2⁻²⁴ in float32, is the relative error of every weight then, but for those of whole rows (`rows`,
-            `weights`): they are divided by their sum.
+            |lse|·2⁻²⁴ in float32, is a relative error of every weight then, and where another backend computed it so is
+            the difference between two ways of rounding a score; but not of whole rows (`rows`, `weights`), which are
+            divided by their sum.
 
     >>> q, k, v = torch.randn(1, 8, 4096, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
     >>> out, lse = mh.attend(q, k, v, mask=mh.Causal(), return_lse=True)
@@ -78,7 +79,7 @@ class Lens:
         self._region = self._with_gradient.detach()
         self._given = None if lse is None else _checked(lse, self._region)
         self._lse = None if self._given is None else self._given.detach()
-        self._scanned: statistics.Scan | None = None
+        self._scanned: Scan | None = None
         self._received: Tensor | None = None
 
     @property
@@ -269,9 +270,9 @@ class Lens:
             self._lse = statistics.scan(self._region, entropy_and_peak=False).lse
         return take(take(self._lse, 1, heads), 2, queries)
 
-    def _scan(self) -> statistics.Scan:
+    def _scan(self) -> Scan:
         if self._scanned is None:
-            self._scanned = statistics.scan(self._region, self._lse)
+            self._scanned = statistics.scan(self._region, None if self._given is None else self._lse)
             self._lse = self._scanned.lse
         return self._scanned
 

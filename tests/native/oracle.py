@@ -171,6 +171,26 @@ class Problem:
                        lse=lse.data_ptr(), state=0 if state is None else state.data_ptr(), isa=isa, **options, **more)  # fmt: skip
         return out, lse
 
+    def scan(self, isa: str = "", threads: int = 2, **more: Any) -> Tensor:
+        """A pass over the scores alone, which leaves the state (B,H,Q,2) that `look` starts from."""
+        B, H, _, Q, _, _, _ = self.sizes
+        state = torch.full((B, H, Q, 2), math.nan, dtype=self.wide)
+        replace(self, v=self.v[..., :0], dropout=0.0).native(isa, threads, state=state, **more)
+        return state
+
+    def given(self, state: Tensor, isa: str = "", threads: int = 2, **more: Any) -> None:
+        """A pass over the scores whose state is known."""
+        v, no, (options, _hold) = self.v[..., :0], (0, 0, 0, 1), self.options()
+        _native.attend(*self.tensors()[:6], 0, v.shape, no, 0, no, NAMES[self.q.dtype], self.scale, threads,
+                       given=state.data_ptr(), isa=isa, **options | {"dropout": 0.0}, **more)  # fmt: skip
+
+    def look(self, state: Tensor, isa: str = "", threads: int = 2, **more: Any) -> None:
+        options, _hold = self.options()
+        for name in ("sinks", "dropout", "seed"):
+            del options[name]
+        _native.look(*self.tensors()[:6], state.data_ptr(), NAMES[self.q.dtype], self.scale, threads, isa=isa,
+                     **options, **more)  # fmt: skip
+
     def native_gradients(self, d_out: Tensor, d_lse: Tensor | None = None, isa: str = "",
                          threads: int = 2) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         B, H, _, Q, _, _, _ = self.sizes

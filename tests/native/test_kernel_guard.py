@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -53,6 +54,40 @@ def test_nothing_beyond_a_tensor_is_touched(case: Case, dtype: torch.dtype, isa:
         d_out = memory.copy(torch.ones(B, H, Q, V, dtype=dtype))
         a, b = own.native_gradients(d_out, isa=isa), plain.native_gradients(d_out.clone(), isa=isa)
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES[:11], ids=lambda c: c.why)
+def test_a_look_touches_nothing_beyond_a_tensor(case: Case, dtype: torch.dtype, isa: str) -> None:
+    memory = Guarded()
+    plain = case.problem(dtype)
+    own = Problem(memory.copy(plain.q), memory.copy(plain.k), plain.v, plain.scale, plain.start, plain.stop)
+    B, H, _, Q, K, _, _ = plain.sizes
+    own.allowed = plain.allowed = memory.copy(torch.rand(B, 1, Q, K) > 0.2)
+    own.bias = plain.bias = memory.copy(torch.randn(1, H, Q, K, dtype=plain.wide))
+    shapes = {
+        "entropy": (B, H, Q),
+        "mass": (B, H, Q),
+        "received": (B, H, K),
+        "weights": (B, H, Q, K),
+        "map": (B, H, 5, 7),
+    }
+
+    def ask(problem: Problem, place: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        entropy, mass, received, weights, picture = (
+            place(torch.zeros(shape, dtype=plain.wide)) for shape in shapes.values()
+        )
+        top, keys = place(torch.zeros(B, H, Q, 2, dtype=plain.wide)), place(torch.zeros(B, H, Q, 2, dtype=torch.int64))
+        state = place(problem.scan(isa))
+        wanted = {"entropy": entropy.data_ptr(), "mass": mass.data_ptr(), "top": (top.data_ptr(), keys.data_ptr(), 2)}
+        problem.given(state, isa, **wanted)
+        problem.look(state, isa, weights=(weights.data_ptr(), *weights.stride()[:3]), received=received.data_ptr())
+        problem.look(state, isa, map=(picture.data_ptr(), 5, 7, 0))
+        return [entropy, mass, received, weights, picture, top, keys]
+
+    for a, b in zip(ask(own, memory.copy), ask(plain, torch.Tensor.clone), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_the_guard_guards() -> None:

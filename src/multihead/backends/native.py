@@ -134,7 +134,7 @@ def straight(
     return out
 
 
-def _lined_up(t: Tensor) -> Tensor:
+def lined_up(t: Tensor) -> Tensor:
     """`t` with its last axis contiguous: copied once where it is not."""
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
@@ -168,7 +168,7 @@ def attend(
     want_state: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, and what a backward pass needs to know."""
-    q, k, v = _lined_up(q), _lined_up(k), _lined_up(v)
+    q, k, v = lined_up(q), lined_up(k), lined_up(v)
     dtype, shape, k_shape, v_shape = q.dtype, q.shape, k.shape, v.shape
     (B, H, Q, _), K, V = shape, k_shape[2], v_shape[3]
     exact = torch.float64 if dtype is torch.float64 else torch.float32
@@ -226,9 +226,9 @@ def backward(
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, block by block from what the forward pass left."""
-    q, k, v, d_out = (_lined_up(t) for t in (q, k, v, d_out))
+    q, k, v, d_out = (lined_up(t) for t in (q, k, v, d_out))
     (B, H, Q, _), K = q.shape, k.shape[2]
-    d_q, d_k, d_v = (_lined_up(torch.empty_like(t)) for t in (q, k, v))
+    d_q, d_k, d_v = (lined_up(torch.empty_like(t)) for t in (q, k, v))
     bias = None if bias is None else bias.to(state.dtype)
     d_lse = None if d_lse is None else d_lse.to(state.dtype).contiguous()
     sinks = None if sinks is None else sinks.to(state.dtype).contiguous()
@@ -337,7 +337,7 @@ def backward_op(
 
 @backward_op.register_fake
 def _(d_out, d_lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return tuple(_lined_up(torch.empty_like(_lined_up(t))) for t in (q, k, v))
+    return tuple(lined_up(torch.empty_like(lined_up(t))) for t in (q, k, v))
 
 
 def _remember(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

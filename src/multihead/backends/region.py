@@ -38,6 +38,15 @@ class At(NamedTuple):
         return self.batch, self.heads, self.keys
 
 
+class Scan(NamedTuple):
+    """What one pass over the scores of a region tells of each query: (B, H, Q) each."""
+
+    lse: Tensor
+    entropy: Tensor | None  # −Σ w ln w over keys
+    peak: Tensor | None  # the largest weight
+    key: Tensor | None  # its key, int64; −1 where nothing is seen
+
+
 @dataclass(frozen=True)
 class Region:
     """Some heads, queries and keys of one call."""
@@ -52,7 +61,6 @@ class Region:
     scale: float
     softcap: float | None
     sinks: Tensor | None  # (H,)
-    call: Call | None  # where the region is all of it
 
     @staticmethod
     def of(call: Call) -> "Region":
@@ -63,7 +71,7 @@ class Region:
         dense, bias = (None if t is None else t[(None,) * (4 - t.dim())] for t in (call.visible.dense, call.bias))
         dense = None if dense is None else dense.to(call.q.device)
         q, k = call.q, call.k
-        return Region(q, k, start, stop, slice(0, K), dense, bias, call.scale, call.softcap, call.sinks, call)
+        return Region(q, k, start, stop, slice(0, K), dense, bias, call.scale, call.softcap, call.sinks)
 
     def select(
         self, heads: Chosen | None = None, queries: Chosen | None = None, keys: Chosen | None = None
@@ -76,7 +84,7 @@ class Region:
                     t = take(t, axis, chosen)
             return t
 
-        (_, H, Q, K), G = self.shape, self.k.shape[1]
+        _, H, Q, K = self.shape
         heads, queries, keys = (
             None if isinstance(chosen, slice) and chosen == slice(0, n) else chosen
             for chosen, n in ((heads, H), (queries, Q), (keys, K))
@@ -84,18 +92,26 @@ class Region:
         part = self
         if heads is not None:
             sinks = None if self.sinks is None else take(self.sinks, 0, heads)
-            numbers = torch.arange(H, device=self.k.device)[heads]
-            k = take(self.k, 1, heads) if G == H else self.k.index_select(1, numbers // (H // G))
-            part = replace(part, q=take(self.q, 1, heads), k=k, sinks=sinks, call=None)
+            part = replace(part, q=take(self.q, 1, heads), k=take(self.k, 1, self._shared(heads)), sinks=sinks)
         if queries is not None:
-            part = replace(part, q=take(part.q, 2, queries), call=None)
+            part = replace(part, q=take(part.q, 2, queries))
         if keys is not None:
-            part = replace(part, k=take(part.k, 2, keys), keys=keys, call=None)
+            part = replace(part, k=take(part.k, 2, keys), keys=keys)
         start, stop = cut(self.start, heads, queries), cut(self.stop, heads, queries)
         dense, bias = cut(self.dense, heads, queries, keys), cut(self.bias, heads, queries, keys)
         assert start is not None
         assert stop is not None
         return replace(part, start=start, stop=stop, dense=dense, bias=bias)
+
+    def _shared(self, heads: Chosen) -> Chosen:
+        """The key/value heads of some heads: as few as serve them, or one for each."""
+        group = self.q.shape[1] // self.k.shape[1]
+        if isinstance(heads, Tensor):
+            return heads // group
+        first, last = heads.start // group, (heads.stop - 1) // group + 1
+        if last - first <= 1 or (heads.start % group, heads.stop % group) == (0, 0):
+            return slice(first, last)
+        return torch.arange(heads.start, heads.stop, device=self.k.device) // group
 
     def detach(self) -> "Region":
         q, k, sinks, bias = (None if t is None else t.detach() for t in (self.q, self.k, self.sinks, self.bias))
@@ -136,10 +152,29 @@ class Region:
         seen = (start <= number) & (number < stop)
         return seen if self.dense is None else seen & _part(self.dense, *at)
 
-    def tiles(self, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
-        """Every score that may be seen, once: where, and a tile (b, h, q, k) of its own, −inf where hidden.
+    def part(self, at: At) -> "Region":
+        """A block of the region, whose heads are all that share their key/value heads."""
+        group = self.q.shape[1] // self.k.shape[1]
+        kv_heads = slice(at.heads.start // group, at.heads.stop // group)
+        keys, offset = self.keys, at.keys.start
+        keys = slice(keys.start + offset, keys.start + at.keys.stop) if isinstance(keys, slice) else keys[at.keys]
+        dense, bias = (None if t is None else _part(t, *at) for t in (self.dense, self.bias))
+        return replace(
+            self,
+            q=self.q[at.rows],
+            k=self.k[at.batch, kv_heads, at.keys],
+            start=_part(self.start, *at.rows),
+            stop=_part(self.stop, *at.rows),
+            keys=keys,
+            dense=dense,
+            bias=bias,
+            sinks=None if self.sinks is None else self.sinks[at.heads],
+        )
 
-        Keys ascend within a block of queries. `all_heads`: a tile has every head.
+    def blocks(self, all_heads: bool = False) -> Iterator[tuple[At, bool]]:
+        """Where something may be seen: blocks that make good tiles, and whether all of the block is visible.
+
+        Keys ascend within a block of queries. `all_heads`: a block has every head.
         """
         (B, H, Q, K), G = self.shape, self.k.shape[1]
         if 0 in (B, H, Q, K):
@@ -150,15 +185,21 @@ class Region:
         for first_row in range(0, B, rows):
             batch = slice(first_row, min(first_row + rows, B))
             for first_head in range(0, G, heads):
-                kv_heads = slice(first_head, min(first_head + heads, G))
-                at_heads = slice(kv_heads.start * group, kv_heads.stop * group)
+                at_heads = slice(first_head * group, min(first_head + heads, G) * group)
                 spans = self._spans(batch, at_heads, queries)
                 for first_query, span in zip(range(0, Q, queries), spans):
                     at_queries = slice(first_query, min(first_query + queries, Q))
-                    q = self.q[batch, at_heads, at_queries].to(self.wide)
                     for at_keys, whole in self._key_blocks(span, keys):
-                        at = At(batch, at_heads, at_queries, at_keys)
-                        yield at, self._scores(q, self.k[batch, kv_heads, at_keys], at, whole)
+                        yield At(batch, at_heads, at_queries, at_keys), whole
+
+    def tiles(self, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
+        """Every score that may be seen, once: where, and a tile (b, h, q, k) of its own, −inf where hidden."""
+        group, held, q = self.q.shape[1] // max(1, self.k.shape[1]), None, self.q
+        for at, whole in self.blocks(all_heads):
+            if held != at.rows:
+                held, q = at.rows, self.q[at.rows].to(self.wide)
+            kv_heads = slice(at.heads.start // group, at.heads.stop // group)
+            yield at, self._scores(q, self.k[at.batch, kv_heads, at.keys], at, whole)
 
     def _spans(self, batch: slice, heads: slice, queries: int) -> list[list[int]]:
         """For each block of queries: the lowest start and the highest stop, then the highest start and lowest stop."""

@@ -1,8 +1,7 @@
-"""Statistics of attention weights in O(Q + K) memory beside a tile: plain torch, tile by tile, on any device.
+"""Statistics of attention weights in O(Q + K) memory beside a tile: what may be asked, and who computes it.
 
-This is the one place where another way to compute them takes over. Every function is given a `Region`; `region.call` is
-the call of which it is the whole, or None where heads, queries or keys were selected. A weight is exp(score − lse), so
-whoever has the log-sum-exp needs one pass for any of these:
+Every function is given a `Region`: some heads, queries and keys of a call. A weight is exp(score − lse), so whoever has
+the log-sum-exp needs one pass for any of these:
 
 | function | gives | passes |
 |---|---|---|
@@ -14,216 +13,56 @@ whoever has the log-sum-exp needs one pass for any of these:
 | `weights(region, lse)` | (B,H,Q,K) | one |
 | `tiles(region, lse)` | every weight once, a tile at a time | one |
 
-`lse` is that of the region's queries over *all* keys of the call, sinks included: (B,H,Q) of dtype `region.wide`, −inf
-where a query sees nothing. Results have dtype `region.exact`, the lse `region.wide`.
+`lse` is that of the region's queries over *all* keys of the call, sinks included: (B,H,Q) of dtype `region.wide` or
+wider, −inf where a query sees nothing. Results have dtype `region.exact`.
+
+The rule: the C++ kernel computes what it accepts (`native_statistics.accepts`: ordinary CPU tensors, outside tracing),
+and plain torch the rest, tile by tile. Whoever it is computes every pass of a lens: a score is then the same number in
+each.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import ModuleType
 
-import torch
 from torch import Tensor
 
-from multihead.backends import without_autocast
-from multihead.backends.region import At, Region
-
-NEXT_TO_NOTHING = -1e4  # exp of it is 0 in every dtype, and 0 times it too; −inf in its place would make NaN
+from multihead.backends import blocked, native_statistics
+from multihead.backends.region import At, Region, Scan
 
 
-class Scan(NamedTuple):
-    """What one pass over the scores tells of each query: (B, H, Q) each."""
-
-    lse: Tensor
-    entropy: Tensor | None  # −Σ w ln w over keys
-    peak: Tensor | None  # the largest weight
-    key: Tensor | None  # its key, int64; −1 where nothing is seen
+def _who(region: Region) -> ModuleType:
+    return native_statistics if native_statistics.accepts(region) else blocked
 
 
 def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = True) -> Scan:
-    """The log-sum-exp of each query, unless given, and entropy and peak, in one pass.
-
-    With p = exp(s − m) for a running maximum m: l = Σ p and t = Σ p·(s − m). When m moves by δ = m − m′, l becomes
-    exp(δ)·l and t becomes exp(δ)·(t + δ·l). A given lse is the m that never moves.
-    """
-    shape, given = region.shape[:3], lse
-    top = region.q.new_full(shape, -torch.inf, dtype=region.wide)
-    key = torch.full(shape, -1, device=top.device)
-    total, slope = torch.zeros_like(top), torch.zeros_like(top)  # l, t
-    for at, scores in region.tiles():
-        before, best = top[at.rows], scores.amax(-1)
-        if entropy_and_peak:
-            _note_keys(region, at, scores, best, before, key[at.rows])
-        now = torch.maximum(before, best)
-        base = _finite(now if given is None else given[at.rows])
-        off = scores.sub_(base[..., None]).to(region.exact).clamp_(min=NEXT_TO_NOTHING)
-        powers = off.exp()
-        if given is None:
-            moved = (before - base).clamp_(min=NEXT_TO_NOTHING)
-            shrink = moved.exp()
-            slope[at.rows] = (slope[at.rows] + moved * total[at.rows]) * shrink
-            total[at.rows] = total[at.rows] * shrink + powers.sum(-1)
-        if entropy_and_peak:
-            slope[at.rows] += powers.mul_(off).sum(-1)
-        top[at.rows] = now
-    if given is None:
-        lse, entropy = _close(top, total, slope, region.sinks)
-    else:
-        lse, entropy = given, slope.neg_()
-    if not entropy_and_peak:
+    """The log-sum-exp of each query, unless given, and entropy and peak, in one pass."""
+    if lse is not None and not entropy_and_peak:
         return Scan(lse, None, None, None)
-    peak = torch.exp(top - _finite(lse))
-    return Scan(lse, entropy.clamp_(min=0).to(region.exact), peak.to(region.exact), key)
-
-
-def _finite(t: Tensor) -> Tensor:
-    """With 0 for −inf: a query that sees nothing has no maximum, and −inf − −inf is no number."""
-    return t.masked_fill(t == -torch.inf, 0)
-
-
-def _note_keys(region: Region, at: At, scores: Tensor, best: Tensor, before: Tensor, key: Tensor) -> None:
-    """Where a tile's best is above all before it, the key it has; on a tie the earlier key stays."""
-    wins = ~(best <= before) & (before == before)  # a NaN wins once
-    if bool(wins.any()):
-        key[wins] = region.numbers(at.keys)[scores[wins].argmax(-1)]
-
-
-def _close(top: Tensor, total: Tensor, slope: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Lse and entropy from m, l and t: with L the denominator, H = −Σ (p/L)·(s − m − ln L) = (l·ln L − t) / L."""
-    denominator = total
-    if sinks is not None:
-        sink = sinks.to(top.dtype)[:, None]
-        base = _finite(torch.maximum(top, sink))
-        moved = (top - base).clamp_(min=NEXT_TO_NOTHING)
-        shrink = moved.exp()
-        slope, total = (slope + moved * total) * shrink, total * shrink
-        top, denominator = base, total + torch.exp(sink - base)
-    empty = denominator == 0
-    denominator = denominator.masked_fill(empty, 1)
-    logarithm = denominator.log()
-    return (_finite(top) + logarithm).masked_fill(empty, -torch.inf), (total * logarithm - slope) / denominator
-
-
-def tiles(region: Region, lse: Tensor, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
-    """Every weight that may be more than 0, once: where, and a tile (b, h, q, k) of its own, 0 where hidden."""
-    lse = _finite(lse)
-    odd = bool(lse.isnan().any())  # a visible NaN makes its row NaN, but not what is hidden in that row
-    for at, scores in region.tiles(all_heads):
-        hidden = scores == -torch.inf if odd else None
-        w = scores.sub_(lse[at.rows][..., None]).to(region.exact).exp_()
-        yield at, w if hidden is None else w.masked_fill_(hidden, 0)
-
-
-def weights(region: Region, lse: Tensor) -> Tensor:
-    out = region.q.new_zeros(region.shape, dtype=region.exact)
-    for at, w in tiles(region, lse):
-        out[at] = w
-    return out
-
-
-def _wide(region: Region) -> torch.dtype:
-    """What many small terms are added up in."""
-    return region.exact if region.q.device.type == "mps" else torch.float64  # mps has no float64
-
-
-def mass(region: Region, lse: Tensor) -> Tensor:
-    out = region.q.new_zeros(region.shape[:3], dtype=_wide(region))
-    for at, w in tiles(region, lse):
-        out[at.rows] += w.sum(-1)
-    return out.to(region.exact)
-
-
-def received(region: Region, lse: Tensor) -> Tensor:
-    B, H, _, K = region.shape
-    out = region.q.new_zeros((B, H, K), dtype=_wide(region))
-    for at, w in tiles(region, lse):
-        out[at.columns] += w.sum(-2)
-    return out.to(region.exact)
-
-
-# The largest n --------------------------------------------------------------------------------------------------------
+    return _who(region).scan(region, lse, entropy_and_peak)
 
 
 def top(region: Region, lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest weights of each query and their keys, largest first, ties by key; 0 and −1 where fewer are seen."""
-    scores_of = region.q.new_full((*region.shape[:3], n), -torch.inf, dtype=region.wide)
-    keys_of = torch.full(scores_of.shape, -1, device=scores_of.device)
-    for at, scores in region.tiles():
-        held, held_keys = scores_of[at.rows], keys_of[at.rows]
-        wins = ~(scores.amax(-1) <= held[..., -1])
-        if not bool(wins.any()):
-            continue
-        values, index = largest(scores[wins], min(n, scores.shape[-1]))  # (rows, n)
-        values = torch.cat([held[wins], values], -1)
-        keys = torch.cat([held_keys[wins], region.numbers(at.keys)[index]], -1)
-        values, order = values.sort(dim=-1, descending=True, stable=True)  # on a tie the earlier keys stay
-        held[wins], held_keys[wins] = values[:, :n], keys.gather(-1, order)[:, :n]
-    keys_of.masked_fill_(scores_of == -torch.inf, -1)
-    return torch.exp(scores_of - _finite(lse)[..., None]).to(region.exact), keys_of
+    return _who(region).top(region, lse, n)
 
 
-def largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest of each row, largest first, and on a tie the first: torch.topk leaves ties open."""
-    values, index = scores.topk(n, -1)
-    tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(-1)
-    last = values[:, -1:]
-    tied |= (((scores >= last) & (last > -torch.inf)).sum(-1) > n).view_as(tied)
-    if bool(tied.any()):
-        ordered, order = scores[tied].sort(dim=-1, descending=True, stable=True)
-        values[tied], index[tied] = ordered[:, :n], order[:, :n]
-    return values, index
+def mass(region: Region, lse: Tensor) -> Tensor:
+    return _who(region).mass(region, lse)
 
 
-# Maps -----------------------------------------------------------------------------------------------------------------
+def received(region: Region, lse: Tensor) -> Tensor:
+    return _who(region).received(region, lse)
 
 
 def pooled(region: Region, lse: Tensor, height: int, width: int, pool: str) -> Tensor:
     """The weights as a picture of height × width: the mean or the largest weight of each bin, hidden ones as 0."""
-    B, H, Q, K = region.shape
-    out = region.q.new_zeros((B, H, height, width), dtype=region.exact)
-    down, across = Bins(Q, height), Bins(K, width)
-    odd = bool(lse.isnan().any())
-    for at, w in tiles(region, lse):
-        rows, columns = down.touched(at.queries), across.touched(at.keys)
-        picture = out[at.batch, at.heads, rows, columns]
-        if pool == "max":
-            found = across.largest(down.largest(w, -2, at.queries), -1, at.keys)
-            torch.maximum(picture, found, out=picture)
-            continue
-        bad = w.isnan() if odd else None  # a product would spread it over the tile
-        w = w if bad is None else w.masked_fill(bad, 0)
-        with without_autocast(w.device):
-            picture += down.averages(at.queries, w) @ (w @ across.averages(at.keys, w).T)
-        if bad is not None:
-            there = across.largest(down.largest(bad.to(w.dtype), -2, at.queries), -1, at.keys)
-            picture.masked_fill_(there > 0, torch.nan)
-    return out
+    return _who(region).pooled(region, lse, height, width, pool)
 
 
-class Bins:
-    """n things in `count` bins, as torch's adaptive pooling cuts them: neighbours may share one thing."""
+def weights(region: Region, lse: Tensor) -> Tensor:
+    return _who(region).weights(region, lse)
 
-    def __init__(self, n: int, count: int) -> None:
-        self.first = [bin * n // count for bin in range(count)]
-        self.last = [-(-(bin + 1) * n // count) for bin in range(count)]  # one past it
 
-    def touched(self, part: slice) -> slice:
-        """The bins that have something of `part`."""
-        return slice(bisect_right(self.last, part.start), bisect_left(self.first, part.stop))
-
-    def _bounds(self, part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        touched = self.touched(part)
-        return tuple(torch.tensor(t[touched], device=device)[:, None] for t in (self.first, self.last))  # type: ignore[return-value]
-
-    def averages(self, part: slice, like: Tensor) -> Tensor:
-        """A matrix (bins, part): the share that each thing of `part` has in the mean of each bin."""
-        first, last = self._bounds(part, like.device)
-        number = torch.arange(part.start, part.stop, device=like.device)
-        return ((first <= number) & (number < last)).to(like.dtype) / (last - first)
-
-    def largest(self, w: Tensor, axis: int, part: slice) -> Tensor:
-        """The largest of each bin along an axis, which is `part`."""
-        first, last = (t.clamp(part.start, part.stop) for t in self._bounds(part, w.device))
-        longest = torch.arange(int((last - first).max()), device=w.device)
-        index = torch.minimum(first + longest, last - 1) - part.start  # (bins, longest), the last one again and again
-        return w.index_select(axis, index.flatten()).unflatten(axis, index.shape).amax(axis)
+def tiles(region: Region, lse: Tensor, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
+    """Every weight that may be more than 0, once: where, and a tile (b, h, q, k) of its own, 0 where hidden."""
+    return _who(region).tiles(region, lse, all_heads)

@@ -1,0 +1,216 @@
+// Weights from a given state, tile by tile, for those who want to see them: as they are, or pooled into a picture.
+// Queries lie in lanes, as in the forward pass, so that a score is the same number there and here.
+#pragma once
+
+#include "forward.inl"
+
+namespace multihead {
+namespace {
+
+template <class A>
+class Look {
+ public:
+  using T = typename A::T;
+  using F = typename A::F;
+  using I = typename A::I;
+  static constexpr int W = A::W, Lanes = A::NR * A::W;
+
+  // `bins`: rows of the picture that a task may have.
+  static index scratch_bytes(const Looking& look, index bins) {
+    const Sizes& s = look.plan.sizes;
+    const index strips = Forward<A>::block_rows(s) / Lanes;
+    const index numbers = strips * Lanes * (s.D + 2) + tile_keys * (3 * Lanes + s.D) + W * Forward<A>::row_width(s);
+    return numbers * static_cast<index>(sizeof(T)) + strips * static_cast<index>(sizeof(Strip<A>)) +
+           bins * s.group() * look.width * 8 + (3 * strips + 8) * 64;
+  }
+
+  // Weights of the task's rows and keys into `look.weights`.
+  static void write(const Looking& look, const Task& task, void* scratch) {
+    Look own(look, task.b, task.g, scratch);
+    own.sweep(task);
+  }
+
+  // Bins [task.row, task.row + task.rows) of the queries, all of the keys, into `look.map`.
+  static void pool(const Looking& look, const Task& task, void* scratch) {
+    Look(look, task.b, task.g, scratch).pool_bins(task.row, task.row + task.rows);
+  }
+
+ private:
+  const Looking& look;
+  const Plan& plan;
+  const index b, g;
+  Arena arena;
+  Strip<A>* strips;
+  T *scores, *staged, *visible, *k_copy, *rowwise, *ones, *panels;
+  double* picture = nullptr;  // (bins, group, width)
+  Bins down, across;
+  index low_bin = 0, high_bin = 0;
+  index k_stride;
+  T unit;
+
+  Look(const Looking& l, index b_, index g_, void* scratch)
+      : look(l),
+        plan(l.plan),
+        b(b_),
+        g(g_),
+        arena{static_cast<char*>(scratch)},
+        down{plan.sizes.Q, l.height},
+        across{plan.sizes.K, l.width} {
+    const Sizes& s = plan.sizes;
+    const index most = Forward<A>::block_rows(s);
+    scores = arena.take<T>(tile_keys * Lanes);
+    staged = arena.take<T>(tile_keys * Lanes);
+    visible = arena.take<T>(tile_keys * Lanes);
+    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    k_copy = arena.take<T>(tile_keys * s.D);
+    strips = arena.take<Strip<A>>(most / Lanes);
+    ones = arena.take<T>(Lanes);
+    panels = arena.take<T>(most * (s.D + 1));
+    for (int lane = 0; lane < Lanes; ++lane) ones[lane] = 1;
+    unit = score_unit<T>(plan);
+  }
+
+  void pool_bins(index from, index to) {
+    const index group = plan.sizes.group(), numbers = (to - from) * group * look.width;
+    low_bin = from, high_bin = to;
+    picture = arena.take<double>(numbers);
+    std::memset(picture, 0, sizeof(double) * numbers);
+    const index last = down.last(to - 1) * group, most = Forward<A>::block_rows(plan.sizes);
+    for (index row = down.first(from) * group; row < last; row += most)
+      sweep({b, g, row, last - row < most ? last - row : most, 0, plan.sizes.K, nullptr});
+    const double* sum = picture;
+    for (index y = from; y < to; ++y)
+      for (index h = g * group; h < (g + 1) * group; ++h) {
+        T* out = static_cast<T*>(look.map) + ((b * plan.sizes.H + h) * look.height + y) * look.width;
+        for (index x = 0; x < look.width; ++x, ++sum) {
+          const double size = double(down.last(y) - down.first(y)) * double(across.last(x) - across.first(x));
+          out[x] = static_cast<T>(look.largest ? *sum : *sum / size);
+        }
+      }
+  }
+
+  // Every weight of the task's rows and keys that may be seen, a tile at a time.
+  void sweep(const Task& task) {
+    index first = task.key + task.keys, last = task.key;
+    int count = 0;
+    for (index row = 0; row < task.rows; row += Lanes) {
+      Strip<A>& strip = strips[count];
+      strip.row = task.row + row;
+      strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
+      strip.nr = (strip.rows + W - 1) / W;
+      strip.q = panels + count++ * Lanes * (plan.sizes.D + 1);
+      strip.shift = strip.q + Lanes * plan.sizes.D;
+      strip.bound(plan, task);
+      if (strip.first >= strip.last) continue;
+      first = strip.first < first ? strip.first : first;
+      last = strip.last > last ? strip.last : last;
+      strip.pack(plan.q, plan.type, b, plan.sizes.D, rowwise, strip.q);
+      for (int lane = 0; lane < strip.nr * W; ++lane)
+        strip.shift[lane] = Ending<T>::load(plan, b, strip.head[lane], strip.query[lane]).shift;
+    }
+    const bool crowds = task.rows >= Lanes;
+    for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
+      const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
+      const T* k = rows_of(plan.k, plan, b, g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
+      for (int i = 0; i < count; ++i) {
+        const Strip<A>& strip = strips[i];
+        const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
+        if (low >= high) continue;
+        const T* keys = k + (low - from) * k_stride;
+        if (strip.nr == A::NR)
+          see<A::NR>(task, strip, low, high - low, keys);
+        else if (strip.nr == 1)
+          see<1>(task, strip, low, high - low, keys);
+        else
+          see<(A::NR > 2 ? 2 : 1)>(task, strip, low, high - low, keys);
+      }
+    }
+  }
+
+  template <int NR>
+  void see(const Task& task, const Strip<A>& strip, index key, index keys, const T* k) {
+    Seen dense = Seen::all;
+    if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
+    if (dense == Seen::none) return;
+    products<A, NR>(k, k_stride, keys, strip.q, plan.sizes.D, scores);
+    bool hidden = false;
+    if (!plan.plain() || key < strip.common || key + keys > strip.uncommon) {
+      const Adjustment with{dense == Seen::some, staged, visible, rowwise};
+      F top[NR];
+      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, top);
+    }
+    weigh<NR>(strip, keys, hidden);
+    if (!picture)
+      strip.write(scores, keys, sizeof(T) == 8 ? Type::f64 : Type::f32, ones, rowwise, [&](int lane) -> void* {
+        const View& to = look.weights;
+        return static_cast<T*>(to.data) + b * to.batch + strip.head[lane] * to.head + strip.query[lane] * to.row + key;
+      });
+    else if (look.largest)
+      fold<NR, true>(strip, key, keys);
+    else
+      fold<NR, false>(strip, key, keys);
+  }
+
+  // Scores become weights.
+  template <int NR>
+  void weigh(const Strip<A>& strip, index keys, bool hidden) {
+    F shift[NR], factor[NR];
+    for (int c = 0; c < NR; ++c) {
+      T lanes[W];
+      for (int i = 0; i < W; ++i)
+        lanes[i] = Ending<T>::load(plan, b, strip.head[c * W + i], strip.query[c * W + i]).factor;
+      factor[c] = A::load(lanes);
+      shift[c] = A::load(strip.shift + c * W);
+    }
+    const F units = A::all(unit);
+    for (index i = 0; i < keys; ++i)
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        T* at = scores + (i * NR + c) * W;
+        F weight = exp2_of<A>(A::power(A::load(at), units, shift[c])) * factor[c];
+        if (hidden) weight = A::select((I)A::load(visible + (i * NR + c) * W), weight, F{});  // the state may be NaN
+        A::store(at, weight);
+      }
+  }
+
+  // Adds a tile of weights to the bins that have some of it.
+  template <int NR, bool Largest>
+  void fold(const Strip<A>& strip, index key, index keys) {
+    const index group = plan.sizes.group(), stop = key + keys;
+    index bin[Lanes], past[Lanes];
+    for (int lane = 0; lane < strip.rows; ++lane) {
+      bin[lane] = down.lowest(strip.query[lane]), past[lane] = down.past(strip.query[lane]);
+      if (bin[lane] < low_bin) bin[lane] = low_bin;
+      if (past[lane] > high_bin) past[lane] = high_bin;
+    }
+    T lanes[Lanes];
+    for (index x = across.lowest(key); x < across.past(stop - 1); ++x) {
+      const index from = across.first(x) > key ? across.first(x) : key,
+                  to = across.last(x) < stop ? across.last(x) : stop;
+      F found[NR];
+      for (int c = 0; c < NR; ++c) found[c] = F{};  // no weight is less
+      for (index i = from - key; i < to - key; ++i)
+#pragma GCC unroll 4
+        for (int c = 0; c < NR; ++c) {
+          const F weight = A::load(scores + (i * NR + c) * W);
+          if (Largest)
+            found[c] = A::select((weight > found[c]) | (weight != weight), weight, found[c]);
+          else
+            found[c] += weight;
+        }
+      for (int c = 0; c < NR; ++c) A::store(lanes + c * W, found[c]);
+      for (int lane = 0; lane < strip.rows; ++lane)
+        for (index y = bin[lane]; y < past[lane]; ++y) {
+          double& at = picture[((y - low_bin) * group + strip.head[lane] - g * group) * look.width + x];
+          const double value = lanes[lane];
+          if (!Largest)
+            at += value;
+          else if (value > at || value != value)
+            at = value;
+        }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,152 @@
+// How much attention the keys of a block receive: keys in lanes, and the queries of each head of the group pass by, so
+// that a sum runs in the order of the queries, whatever the threads.
+#pragma once
+
+#include "forward.inl"
+#include "passing.inl"
+
+namespace multihead {
+namespace {
+
+template <class A>
+class Received {
+ public:
+  using T = typename A::T;
+  using F = typename A::F;
+  using I = typename A::I;
+  static constexpr int W = A::W, Lanes = A::NR * A::W;
+  static constexpr index stretch = 16;  // weights added up as they are; then the sum goes to a double
+
+  static index scratch_bytes(const Looking& look) {
+    const Sizes& s = look.plan.sizes;
+    const index strips = Forward<A>::block_rows(s) / Lanes;
+    const index numbers = strips * Lanes * s.D + tile_rows * (Lanes + s.D) + W * Forward<A>::row_width(s);
+    return numbers * static_cast<index>(sizeof(T)) + strips * (Lanes * 8 + static_cast<index>(sizeof(Piece))) +
+           (2 * strips + 4) * 64;
+  }
+
+  static void run(const Looking& look, const Task& task, void* scratch) { Received(look, task, scratch).sweep(); }
+
+ private:
+  struct Piece {
+    Strip<A> strip;
+    index key;
+    T* k;         // (D, lanes)
+    double* sum;  // (lanes): many small terms
+  };
+
+  const Looking& look;
+  const Plan& plan;
+  const Task& task;  // key, keys: the block of keys
+  Piece* pieces;
+  int count = 0;
+  T *scores, *q_copy, *rowwise;
+  index q_stride;
+  T unit;
+
+  Received(const Looking& l, const Task& t, void* scratch) : look(l), plan(l.plan), task(t) {
+    const Sizes& s = plan.sizes;
+    Arena arena{static_cast<char*>(scratch)};
+    scores = arena.take<T>(tile_rows * Lanes);
+    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    q_copy = arena.take<T>(tile_rows * s.D);
+    pieces = arena.take<Piece>(Forward<A>::block_rows(s) / Lanes);
+    unit = score_unit<T>(plan);
+    for (index key = 0; key < task.keys; key += Lanes) {
+      Piece& piece = pieces[count++];
+      piece.key = task.key + key;
+      over_keys(piece.strip, task.g, piece.key, task.keys - key < Lanes ? task.keys - key : Lanes);
+      piece.k = arena.take<T>(s.D * piece.strip.nr * W);
+      piece.sum = arena.take<double>(Lanes);
+      piece.strip.pack(plan.k, plan.type, task.b, s.D, rowwise, piece.k);
+    }
+  }
+
+  void sweep() {
+    const Sizes& s = plan.sizes;
+    PassingTile rows;
+    for (index h = task.g * s.group(); h < (task.g + 1) * s.group(); ++h) {
+      for (int i = 0; i < count; ++i) std::memset(pieces[i].sum, 0, sizeof(double) * Lanes);
+      for (index tile = 0; tile < s.Q; tile += tile_rows) {
+        if (!rows.fill(plan, task.b, h, tile, task.key, task.key + task.keys)) continue;
+        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, task.keys >= Lanes);
+        for (int i = 0; i < count; ++i) {
+          Piece& piece = pieces[i];
+          const Passing part = rows.over(piece.key, piece.key + piece.strip.rows);
+          if (!part.count) continue;
+          const T* from = q + (part.query - tile) * q_stride;
+          if (piece.strip.nr == A::NR)
+            add<A::NR>(piece, part, from);
+          else if (piece.strip.nr == 1)
+            add<1>(piece, part, from);
+          else
+            add<(A::NR > 2 ? 2 : 1)>(piece, part, from);
+        }
+      }
+      T* out = static_cast<T*>(look.received) + (task.b * s.H + h) * s.K;
+      for (int i = 0; i < count; ++i)
+        for (int lane = 0; lane < pieces[i].strip.rows; ++lane)
+          out[pieces[i].key + lane] = static_cast<T>(pieces[i].sum[lane]);
+    }
+  }
+
+  template <int NR>
+  void add(Piece& piece, const Passing& rows, const T* q) {
+    products<A, NR>(q, q_stride, rows.count, piece.k, plan.sizes.D, scores);
+    for (index from = 0; from < rows.count; from += stretch) {
+      const index to = from + stretch < rows.count ? from + stretch : rows.count;
+      F sum[NR];
+      for (int c = 0; c < NR; ++c) sum[c] = F{};
+      if (plan.plain() && !rows.ragged)
+        add_rows<NR, false>(piece, rows, from, to, sum);
+      else
+        add_rows<NR, true>(piece, rows, from, to, sum);
+      T lanes[Lanes];
+      for (int c = 0; c < NR; ++c) A::store(lanes + c * W, sum[c]);
+      for (int lane = 0; lane < NR * W; ++lane) piece.sum[lane] += lanes[lane];
+    }
+  }
+
+  // The weights of queries [from, to) of a tile, added up lane by lane. `Adjusts`: the scores are not yet what the
+  // softmax sees.
+  template <int NR, bool Adjusts>
+  inline __attribute__((always_inline)) void add_rows(const Piece& piece, const Passing& rows, index from, index to,
+                                                      F (&sum)[NR]) {
+    const F units = A::all(unit), none = A::all(-__builtin_inff());
+    const F scaled = A::all(static_cast<T>(plan.scale)), cap = A::all(static_cast<T>(plan.softcap));
+    I key[NR];
+    if (Adjusts)
+      for (int c = 0; c < NR; ++c)
+        for (int i = 0; i < W; ++i) key[c][i] = static_cast<typename A::Int>(piece.strip.query[c * W + i]);
+    for (index r = from; r < to; ++r) {
+      const Ending<T> end = Ending<T>::load(plan, task.b, rows.head, rows.query + r);
+      const F shift = A::all(end.shift), factor = A::all(end.factor);
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        F score = A::load(scores + (r * NR + c) * W);
+        if (!Adjusts) {
+          sum[c] = A::fma(exp2_of<A>(A::power(score, units, shift)), factor, sum[c]);
+          continue;
+        }
+        I seen = (key[c] >= A::all_int(static_cast<typename A::Int>(rows.start[r]))) &
+                 (key[c] < A::all_int(static_cast<typename A::Int>(rows.stop[r])));
+        if (!plan.plain()) {
+          score *= scaled;
+          if (plan.softcap != 0) score = tanh_of<A>(score / cap) * cap;
+          if (plan.allowed.data)
+            seen &= across<A, std::uint8_t>(plan.allowed, piece.strip, task.b, rows.head, rows.query + r, c) != F{};
+          if (plan.bias.data) {
+            const F bias = across<A, T>(plan.bias, piece.strip, task.b, rows.head, rows.query + r, c);
+            seen &= bias != none;
+            score += bias;
+          }
+        }
+        const F weight = exp2_of<A>(A::power(score, units, shift)) * factor;
+        sum[c] += A::select(seen, weight, F{});
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace multihead
