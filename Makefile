@@ -1,11 +1,13 @@
-# make demo | test | check | bench: each sets up its own virtual environment first.
+# make demo | test | sanitize | check | bench: each sets up its own virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 
-.PHONY: demo test check format bench clean
+CXX ?= g++
+
+.PHONY: demo test sanitize check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -13,6 +15,17 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(ARGS)  # a process for each core, so a thread for each
+
+# The kernel's own tests on a build in which every access and every undefined operation is checked.
+CHECKED := build/sanitize
+sanitize: $(VENV)/installed-dev
+	$(BIN)/cmake -S . -B $(CHECKED) -G Ninja -Wno-dev --log-level=WARNING -DMULTIHEAD_SANITIZE=address,undefined \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	$(BIN)/cmake --build $(CHECKED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 MULTIHEAD_NATIVE=$$(echo $(abspath $(CHECKED))/_native*.so) \
+	  $(BIN)/python -m pytest tests/native --numprocesses auto $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -26,7 +39,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/clang-format -i $(wildcard native/*.cpp native/*.h native/*.inl)
 
 bench: $(VENV)/installed-bench
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/multihead bench --full $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

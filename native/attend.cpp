@@ -40,14 +40,29 @@ index weight(const Plan& plan, const Task& task) {
   return sum * task.rows / samples;
 }
 
+// The longest task of each (b, g) pair first, and the heaviest pair first. A pair stays together, because its keys and
+// values are in the cache then.
 void longest_first(const Plan& plan, std::vector<Task>& tasks) {
   const auto even = [](const Bound& bound) { return !bound.data && bound.low == bound.high; };
   if (even(plan.start) && even(plan.stop)) return;
-  std::vector<std::pair<index, index>> order(tasks.size());
-  for (std::size_t i = 0; i < tasks.size(); ++i) order[i] = {-weight(plan, tasks[i]), static_cast<index>(i)};
-  std::sort(order.begin(), order.end());
+  struct Weighed {
+    index pair_total, pair, own, place;
+  };
+  const auto pair_of = [&](const Task& task) { return task.b * plan.sizes.G + task.g; };
+  std::vector<index> totals(static_cast<std::size_t>(plan.sizes.B * plan.sizes.G));
+  std::vector<Weighed> order(tasks.size());
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    order[i] = {0, pair_of(tasks[i]), weight(plan, tasks[i]), static_cast<index>(i)};
+    totals[static_cast<std::size_t>(order[i].pair)] += order[i].own;
+  }
+  for (Weighed& task : order) task.pair_total = totals[static_cast<std::size_t>(task.pair)];
+  std::sort(order.begin(), order.end(), [](const Weighed& a, const Weighed& b) {
+    if (a.pair_total != b.pair_total) return a.pair_total > b.pair_total;
+    if (a.pair != b.pair) return a.pair < b.pair;
+    return a.own != b.own ? a.own > b.own : a.place < b.place;
+  });
   std::vector<Task> sorted(tasks.size());
-  for (std::size_t i = 0; i < tasks.size(); ++i) sorted[i] = tasks[static_cast<std::size_t>(order[i].second)];
+  for (std::size_t i = 0; i < tasks.size(); ++i) sorted[i] = tasks[static_cast<std::size_t>(order[i].place)];
   tasks.swap(sorted);
 }
 

@@ -8,10 +8,12 @@ namespace multihead {
 namespace {
 
 // W dot products: lane r * (W / R) + i is from[i] . few[r], where few[r] starts at few + r * step and is padded with
-// zeros to whole vectors. `from` is read only up to `width`.
+// zeros to whole vectors. `from` is read only up to `width`. What lies `ahead` numbers further is fetched meanwhile:
+// rows are too short for the hardware to find out that they follow each other.
 template <class A, int R>
 inline __attribute__((always_inline)) typename A::F dots(const typename A::T* const (&from)[A::W / R],
-                                                         const typename A::T* few, index step, index width) {
+                                                         const typename A::T* few, index step, index width,
+                                                         index ahead) {
   using F = typename A::F;
   constexpr int W = A::W, at_once = W / R;
   F sum[W];
@@ -25,6 +27,7 @@ inline __attribute__((always_inline)) typename A::F dots(const typename A::T* co
 #pragma GCC unroll 16
     for (int i = 0; i < at_once; ++i) {
       const F x = A::load(from[i] + d);
+      fetch(from[i] + d + ahead);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sum[r * at_once + i] = A::fma(x, right[r], sum[r * at_once + i]);
     }

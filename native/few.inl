@@ -17,6 +17,8 @@ class Few {
   using F = typename A::F;
   using I = typename A::I;
   static constexpr int W = A::W;
+  static constexpr index page = 16;   // keys whose values are mixed before the next ones are read
+  static constexpr index ahead = 48;  // keys that are asked for before they are scored
   static constexpr int most_rows = W / 2 < 8 ? W / 2 : 8;
 
   static index scratch_bytes(const Plan& plan) {
@@ -92,7 +94,10 @@ class Few {
       if (hidden && !finite<A>(v, v_stride, plan.sizes.V, to - from))
         for (int r = 0; r < R; ++r) mix_seen(row[r], r, v, v_stride, from, to - from, decay[r]);
       else
-        mix<R>(v, v_stride, to - from, decay);
+        for (index i = 0; i < to - from; i += page) {
+          mix<R>(v + i * v_stride, v_stride, scores + i, to - from - i < page ? to - from - i : page, decay);
+          for (int r = 0; r < R; ++r) decay[r] = 1;
+        }
     }
     for (int r = 0; r < task.rows; ++r) finish(r);
   }
@@ -106,7 +111,7 @@ class Few {
       const T* from[at_once];
       for (int i = 0; i < at_once; ++i) from[i] = k + (key + i < keys ? key + i : keys - 1) * stride;
       T sums[W];
-      A::store(sums, dots<A, R>(from, q, step, plan.sizes.D));
+      A::store(sums, dots<A, R>(from, q, step, plan.sizes.D, ahead * stride));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
         std::memcpy(scores + r * (tile_keys + W) + key, sums + r * at_once, sizeof(T) * at_once);
@@ -178,18 +183,18 @@ class Few {
 
   // mixed[r] = mixed[r] * decay[r] + weights[r] . v, as many vectors of the width at once as the registers hold.
   template <int R>
-  void mix(const T* v, index stride, index keys, const T (&decay)[R]) {
+  void mix(const T* v, index stride, const T* weights, index keys, const T (&decay)[R]) {
     constexpr int at_once = R == 1 ? 8 : R == 2 ? 4 : R == 4 ? 2 : 1;
     const index V = plan.sizes.V;
     index j = 0;
-    for (; j + at_once * W <= V; j += at_once * W) mix_columns<R, at_once>(v, stride, keys, j, W, decay);
-    for (; j + W <= V; j += W) mix_columns<R, 1>(v, stride, keys, j, W, decay);
-    if (j < V) mix_columns<R, 1>(v, stride, keys, j, static_cast<int>(V - j), decay);
+    for (; j + at_once * W <= V; j += at_once * W) mix_columns<R, at_once>(v, stride, weights, keys, j, W, decay);
+    for (; j + W <= V; j += W) mix_columns<R, 1>(v, stride, weights, keys, j, W, decay);
+    if (j < V) mix_columns<R, 1>(v, stride, weights, keys, j, static_cast<int>(V - j), decay);
   }
 
   template <int R, int C>
-  inline __attribute__((always_inline)) void mix_columns(const T* v, index stride, index keys, index j, int width,
-                                                         const T (&decay)[R]) {
+  inline __attribute__((always_inline)) void mix_columns(const T* v, index stride, const T* weights, index keys,
+                                                         index j, int width, const T (&decay)[R]) {
     F sum[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -202,7 +207,7 @@ class Few {
       for (int c = 0; c < C; ++c) x[c] = C > 1 || width == W ? A::load(at + c * W) : A::load_some(at, width);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const F weight = A::all(scores[r * (tile_keys + W) + i]);
+        const F weight = A::all(weights[r * (tile_keys + W) + i]);
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sum[r][c] = A::fma(weight, x[c], sum[r][c]);
       }

@@ -26,6 +26,8 @@ struct Lanes {
   using T = Number;
   using Int = typename Bits<T>::type;
   static constexpr int W = Width;
+  static constexpr int line =
+      64 / sizeof(T) > Width ? 64 / sizeof(T) : Width;  // numbers that come from memory together
   typedef T F __attribute__((vector_size(Width * sizeof(T))));
   typedef Int I __attribute__((vector_size(Width * sizeof(T))));
 
@@ -105,6 +107,9 @@ struct Lanes {
     }
   }
 };
+
+// Asks for memory that will be read soon. Any address is allowed.
+inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // 2^ of this, and of anything below, is exactly 0.
 template <class A>

@@ -15,11 +15,12 @@ void linear_rows(const Linear& linear, const typename A::T* x, index first, inde
   const T* weight = static_cast<const T*>(linear.weight);
   const T* bias = static_cast<const T*>(linear.bias);
   T* y = static_cast<T*>(linear.y);
+  const index ahead = at_once * linear.weight_row;
   for (index o = first; o < last; o += at_once) {
     const T* from[at_once];
     for (int i = 0; i < at_once; ++i) from[i] = weight + (o + i < last ? o + i : last - 1) * linear.weight_row;
     T sums[W];
-    A::store(sums, dots<A, R>(from, x + row * linear.x_row, linear.x_row, linear.inputs));
+    A::store(sums, dots<A, R>(from, x + row * linear.x_row, linear.x_row, linear.inputs, ahead));
     for (int r = 0; r < R && row + r < rows; ++r)
       for (int i = 0; i < at_once && o + i < last; ++i)
         y[(row + r) * linear.y_row + o + i] = sums[r * at_once + i] + (bias ? bias[o + i] : T(0));

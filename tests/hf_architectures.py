@@ -111,8 +111,8 @@ class Architecture:
     generates: bool = False
     pads: str | None = None  # the name of the padding mask
 
-    def build(self, attention: str = "multihead") -> nn.Module:
-        torch.manual_seed(3)
+    def build(self, attention: str = "multihead", seed: int = 3) -> nn.Module:
+        torch.manual_seed(seed)
         config = getattr(transformers, self.config)(**self.options)
         config._experts_implementation = "eager"  # the other ones have no float64
         model = getattr(transformers, self.model)._from_config(config, attn_implementation=attention)

@@ -24,6 +24,7 @@ ORDER = [
     ["terminal", "plots"],
     ["lens"],
     ["cache"],
+    ["arguments"],
     ["layer"],
     ["edit"],
     ["heads.patterns", "heads.stack", "heads.output", "heads"],
@@ -44,6 +45,10 @@ ORDER = [
     ["doctor"],
     ["hf.masks", "hf.interface", "hf.watch", "hf"],
     [""],  # the package itself
+    ["bench", "bench.cases", "bench.measure", "bench.machine", "bench.oracle"],
+    ["bench.ceilings", "bench.ours", "bench.models"],
+    [f"bench.peers{name}" for name in ("", ".child", ".graphs", ".layers", ".runtimes", ".sdpa", ".weights")],
+    ["bench.problems", "bench.runner", "bench.report", "bench.cli"],
     ["cli"],
     ["__main__"],
 ]

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import multihead as mh
 from multihead import native
@@ -151,6 +152,16 @@ BAD = [
     ({"q": [1.0]}, TypeError, r"q is a list: expected a tensor \(B,H,Q,D\)"),
     ({"q": ones(6, 5, 8)}, ValueError, r"q has shape \(6, 5, 8\): expected four axes \(B,H,Q,D\)"),
     ({"v": ones(2, 3, 7)}, ValueError, r"v has shape .*expected four axes \(B,G,K,V\)"),
+    (
+        {"q": ones(2, 6, 5, 8).to(torch.float8_e4m3fn)},
+        TypeError,
+        "q has dtype torch.float8_e4m3fn: expected a floating dtype of 16, 32 or 64 bits",
+    ),
+    (
+        {"bias": ones(5, 7).to(torch.float8_e4m3fn)},
+        TypeError,
+        "bias has dtype torch.float8_e4m3fn: expected a floating dtype of 16",
+    ),
     ({"q": ones(2, 6, 5, 8).long()}, TypeError, r"q has dtype torch.int64: expected a floating dtype"),
     ({"k": ones(2, 3, 7, 8, dtype=torch.float64)}, TypeError, r"k has dtype torch.float64 but q has torch.float32"),
     ({"k": ones(2, 3, 7, 8).to("meta")}, ValueError, r"k is on meta but q is on cpu"),
@@ -161,7 +172,7 @@ BAD = [
     ({"mask": ones(5, 7)}, TypeError, r"a mask is bool, True = may attend; give scores to add as bias="),
     ({"mask": ones(5, 7).int()}, TypeError, r"torch.int32 tensor: expected bool"),
     ({"mask": "causal"}, TypeError, r"mask is a str: expected None, a mask such as Causal\(\), or a bool tensor"),
-    ({"mask": ones(5, 6).bool()}, ValueError, r"the mask has shape \(5, 6\): expected .*\(B,H,Q,K\)=\(2, 6, 5, 7\)"),
+    ({"mask": ones(5, 6).bool()}, ValueError, r"the mask has shape \(5, 6\): expected .*\(Q,K\)=\(5, 7\)"),
     (
         {"mask": mh.Padding([1, 2, 3])},
         ValueError,
@@ -236,6 +247,52 @@ class TestDropout:
         q = torch.randn(1, 2, 5, 8)
         dropped, whole = (mh.attend(q, q, q, dropout=p, backend="reference", return_lse=True)[1] for p in (0.5, 0.0))
         assert torch.equal(dropped, whole)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sdpa_refuses_a_score_that_may_overflow_where_it_is_hidden(with_bias: bool) -> None:
+    """The kernel adds −inf to the inf of a hidden score; NaN and inf themselves are hidden without that."""
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    q[:, :, 1], k[:, :, 4], v[:, :, 3, 0] = 1e20, 1e25, torch.nan
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    seen[:, 3:] = False
+    hidden = {"bias": torch.zeros(5, 5).masked_fill(~seen, -torch.inf)} if with_bias else {"mask": seen}
+    with pytest.raises(ValueError, match="a score may overflow"):
+        mh.attend(q, k, v, backend="sdpa", **hidden)
+    wanted = mh.attend(q[:, :, :], k[:, :, :3], v[:, :, :3], backend="reference")
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(mh.attend(q, k, v, backend="reference", **hidden), wanted)
+    k[:, :, 4] = torch.inf
+    torch.testing.assert_close(mh.attend(q, k, v, backend="sdpa", **hidden), wanted)
+
+
+@pytest.mark.parametrize("wrt", ["q", "k", "v", "bias"])
+def test_sdpa_says_that_it_has_no_second_derivative(wrt: str) -> None:
+    given = {name: torch.randn(1, 2, 5, 8) for name in ("q", "k", "v")} | {"bias": torch.randn(5, 5)}
+    x = given[wrt].requires_grad_()
+    (once,) = torch.autograd.grad(mh.attend(backend="sdpa", **given).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"backend='sdpa' has no second derivative.*name 'reference'"):
+        torch.autograd.grad(once.square().sum(), x)
+    (expected,) = torch.autograd.grad(mh.attend(backend="reference", **given).square().sum(), x)
+    torch.testing.assert_close(once.detach(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
+def test_forward_mode_derivatives_are_those_of_the_specification() -> None:
+    q, k, v, t = (torch.randn(1, 2, 5, 8, dtype=torch.float64) for _ in range(4))
+    _, wanted = torch.func.jvp(lambda q: mh.attend(q, k, v, mh.Causal(), backend="reference"), (q,), (t,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, t)
+        found = forward_ad.unpack_dual(mh.attend(dual, k, v, mh.Causal())).tangent
+        for name in ("native", "sdpa"):
+            with pytest.raises(ValueError, match=f"backend='{name}' refuses this call"):
+                mh.attend(dual, k, v, backend=name)
+    torch.testing.assert_close(found, wanted)
+    layer, x, t = mh.MultiHeadAttention(8, heads=2).requires_grad_(False), torch.randn(3, 8), torch.randn(3, 8)
+    _, wanted = torch.func.jvp(layer, (x,), (t,))
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, t))).tangent
+    torch.testing.assert_close(found, wanted)
 
 
 def test_forward_and_backward_of_the_native_backend_need_memory_of_order_n() -> None:

@@ -4,9 +4,10 @@ import random
 from itertools import pairwise
 
 import pytest
-from benchmarks import measure
-from benchmarks.cases import CASES, CAUSAL, FULL, SDPA, Attend, Layer, Mask, goal, select
-from benchmarks.ceilings import Ceilings, measure_ceilings, working_set
+
+from multihead.bench import measure
+from multihead.bench.cases import CASES, CAUSAL, FULL, SDPA, Attend, Layer, Mask, goal, select
+from multihead.bench.ceilings import Ceilings, measure_ceilings, working_set
 
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
 STEADY = [1.0] * 100

@@ -11,11 +11,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import cli, measure, oracle, ours, report, runner
-from benchmarks.cases import CASES, CAUSAL, FULL, LAYER_PEERS, PER_DOCUMENT, SDPA, Attend, Layer, Lens, Mask, select
-from benchmarks.ceilings import Ceilings, working_set
-from benchmarks.peers import runtimes, sdpa
-from benchmarks.problems import problem_of
+
+from multihead.bench import cli, measure, oracle, ours, report, runner
+from multihead.bench.cases import (
+    CASES,
+    CAUSAL,
+    FULL,
+    LAYER_PEERS,
+    PER_DOCUMENT,
+    SDPA,
+    Attend,
+    Layer,
+    Lens,
+    Mask,
+    Model,
+    select,
+)
+from multihead.bench.ceilings import Ceilings, working_set
+from multihead.bench.peers import runtimes, sdpa
+from multihead.bench.problems import problem_of
 
 MASKS = [FULL, CAUSAL, Mask(causal=True, window=3), Mask(documents=(2, 5, 4)), Mask(causal=True, documents=(2, 5, 4))]
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
@@ -82,6 +96,22 @@ def test_a_lens_and_a_peer_that_keeps_the_weights_give_the_oracles_answer(what, 
 def test_what_takes_minutes_runs_only_by_name():
     assert not any("32768" in case.name for case in select())
     assert len(select(["lens-map/1x8x32768"])) == 1
+
+
+@pytest.mark.parametrize("attentions", [False, True])
+@pytest.mark.parametrize(("kind", "N"), [("ViT", 197), ("BERT", 7), ("Llama", 7)])
+def test_a_model_gives_the_same_on_every_attention(kind, N, attentions):
+    pytest.importorskip("transformers")
+    case = Model(kind, "test", 2, N, 24, 4, 2 if kind == "Llama" else 4, 40, 2, "", attentions)
+    problem = problem_of(case, threads=1)
+    for contender in (problem.ours(), *(problem.peer(name) for name in case.peers)):
+        oracle.check(contender.name, contender.result(), problem.exact, problem.bound)
+    shown = problem.ours().run().attentions
+    assert (shown is not None and shown[1].shape == (2, 4, N, N)) == attentions
+    matrices = [p for name, p in problem.model.named_parameters() if "layer" in name and p.dim() == 2]
+    assert sum(p.numel() for p in matrices) == case.matrices
+    with pytest.raises(oracle.WrongResult):
+        oracle.check("a wrong one", problem.ours().result() * 1.001, problem.exact, problem.bound)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=lambda mask: mask.label)
@@ -176,11 +206,15 @@ def test_a_runtime_that_refuses_or_dies_says_so():
 
 
 @pytest.mark.parametrize(
-    ("module", "absent"), [("benchmarks.measure", "benchmarks.peers"), ("benchmarks.peers.child", "torch")]
+    ("code", "absent"),
+    [
+        ("import multihead.bench.measure", "multihead.bench.peers"),
+        (f"import runpy; runpy.run_path({runtimes.child.__file__!r})", "torch"),
+    ],
 )
-def test_the_core_knows_no_peers_and_the_children_no_torch(module, absent):
-    code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=runtimes.ROOT).returncode == 0
+def test_the_core_knows_no_peers_and_the_children_no_torch(code, absent):
+    code += f"; import sys; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # Reports
@@ -249,7 +283,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 def test_a_quick_run_from_end_to_end(stand_in, tmp_path, capsys):
     files = tmp_path / "run.md", tmp_path / "run.json"
-    arguments = ["--quick", "--case", "1x8x17x120/causal", "--seconds-per-case", "0.1"]
+    arguments = ["--case", "1x8x17x120/causal", "--seconds-per-case", "0.1"]
     arguments += ["--threads", "1", "--markdown", str(files[0]), "--json", str(files[1])]
     threads = torch.get_num_threads()
     try:

@@ -9,7 +9,7 @@ E, N = 24, 13
 
 
 def a_layer(**more) -> mh.MultiHeadAttention:
-    return mh.MultiHeadAttention(E, heads=6, kv_heads=2, rope=True, dtype=torch.float64, **more).eval()
+    return mh.MultiHeadAttention(E, **{"heads": 6, "kv_heads": 2, "rope": True, "dtype": torch.float64, **more}).eval()
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_reorder_moves_rows_and_may_repeat_them() -> None:
     layer, x = a_layer(), drawn(3, 5, E)
     cache = layer.new_cache(batch=3)
     layer(x[:, :4], mask=mh.Causal(), cache=cache, lengths=[4, 3, 2])
-    cache.reorder(torch.tensor([2, 0, 2]))
+    cache.reorder([2, 0, 2])
     assert cache.length.tolist() == [2, 4, 2]
     y = layer(x[:, 4:], mask=mh.Causal(), cache=cache)
     close(y[1], layer(torch.cat([x[0, :4], x[1, 4:]]), mask=mh.Causal())[4:])
@@ -265,6 +265,21 @@ def test_a_cache_may_be_wider_than_the_layer() -> None:
     torch.testing.assert_close(y, layer(x, mask=mh.Causal()))
 
 
+def test_a_context_cache_moves_its_rows() -> None:
+    layer, x, context = a_layer(), drawn(2, 2, E), drawn(3, 4, E)
+    for rows in ([2, 0], torch.tensor([2, 0])):
+        cache = layer.new_cache(context=context)
+        cache.reorder(rows)
+        close(layer(x, cache=cache), layer(x, context[[2, 0]]))
+
+
+def test_ragged_rows_of_a_cache_need_numbers() -> None:
+    layer = a_layer().to("meta")
+    x, cache = torch.empty(2, 3, E, device="meta", dtype=torch.float64), layer.new_cache(2)
+    with pytest.raises(ValueError, match="a cache has to know where each of its rows ends"):
+        layer(x, cache=cache, lengths=torch.empty(2, dtype=torch.long, device="meta"))
+
+
 BAD = [
     (lambda a: a.new_cache(dtype=torch.int8), TypeError, "dtype=torch.int8: expected a floating dtype"),
     (lambda a: a.new_cache(batch=0), ValueError, "batch=0: expected at least 1"),
@@ -290,6 +305,35 @@ BAD = [
     (lambda a: a(drawn(2, 3, E), cache=a.new_cache(2), lengths=[-1, 2]), ValueError, "expected 0…3"),
     (lambda a: a(drawn(2, 3, E), cache=a.new_cache(2), lengths=[1]), ValueError, "for each of the B=2 rows"),
     (lambda a: a(drawn(2, 3, E), drawn(2, 3, E), lengths=[1, 1]), ValueError, "lengths= counts the tokens of x"),
+    (
+        lambda a: a(drawn(1, 2, E), cache=a_layer(kv_heads=1).new_cache(context=drawn(3, E))),
+        ValueError,
+        "by a layer of .*G=1.* but this one is .*G=",
+    ),
+    (
+        lambda a: a(drawn(1, 2, E), cache=a.new_cache(context=drawn(3, E)), context_positions=torch.arange(3)),
+        ValueError,
+        r"context_positions= to new_cache\(context=…\)",
+    ),
+    (lambda a: a.new_cache(context=[1, 2]), TypeError, "context is a list: expected a tensor"),
+    (
+        lambda a: a.new_cache(dtype=torch.float8_e4m3fn),
+        TypeError,
+        "dtype=torch.float8_e4m3fn: expected a floating dtype of 16",
+    ),
+    (lambda a: a.new_cache(2).reorder([1, 2]), ValueError, r"rows=\[1, 2\]: expected row numbers 0…1"),
+    (lambda a: a.new_cache(2).reorder([0.5, 1]), TypeError, r"rows\[0\]=0.5 is a float"),
+    (lambda a: a.new_cache(2).reorder(3), TypeError, "rows is a int: expected row numbers"),
+    (
+        lambda a: a.new_cache(context=drawn(2, 3, E)).reorder(torch.tensor([0, 2])),
+        ValueError,
+        r"rows=\[0, 2\]: expected row numbers 0…1",
+    ),
+    (
+        lambda a: a.new_cache(context=drawn(2, 3, E)).reorder(torch.ones(2)),
+        ValueError,
+        "expected one axis of row numbers",
+    ),
     (lambda a: a.new_cache().crop(-1), ValueError, "length=-1: expected at least 0"),
     (lambda a: a.new_cache().reorder(torch.tensor([1])), ValueError, r"rows=\[1\]: expected row numbers 0…0"),
     (

@@ -101,17 +101,22 @@ def test_help_and_version() -> None:
 
 
 BAD = [
-    (["shapes", "1000", "7"], "heads=7 does not divide E=1000"),
-    (["shapes", "12", "6", "--kv-heads", "4"], "kv_heads=4 does not divide heads=6"),
+    (["shapes", "1000", "7"], "H=7 does not divide E=1000: give --head-dim=, or"),
+    (["shapes", "12", "6", "--kv-heads", "4"], "--kv-heads=4 does not divide H=6"),
+    (["shapes", "0", "6"], "E=0: expected at least 1"),
+    (["show", "--heads", "7"], "--heads=7 does not divide E=1024: give --head-dim=, or"),
+    (["show", "--width", "100000000"], "Invalid value for '--width'"),
+    (["show", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
     (["show", "  "], "the text is empty"),
     (["show", "two words", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
     (["show", "--mask", "diagonal"], "'diagonal' is not one of"),
+    (["doctor", "a.py:A", "--width", "8", "--heads", "2", "--seed", "-1"], "Invalid value for '--seed'"),
     (["shapes", "wide", "8"], "Invalid value for 'E'"),
     (["paint"], "No such command 'paint'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m for _, m in BAD])
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
 def test_a_mistake_gets_a_sentence_and_status_2(arguments: list[str], message: str) -> None:
     failed = run(*arguments, NO_COLOR="1", COLUMNS="200")
     assert failed.returncode == 2

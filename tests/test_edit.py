@@ -98,6 +98,28 @@ def test_edits_that_overlap_end_in_any_order(layer, x) -> None:
     assert torch.equal(layer(x), plain)
 
 
+def test_a_sharded_layer_has_the_heads_it_has() -> None:
+    """Half of the heads: numbers count among these, and one beyond them is refused before and within the call."""
+    layer, x = mh.MultiHeadAttention(24, heads=6), torch.randn(2, 5, 24)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(layer, name, torch.nn.Linear(24, 12))
+    layer.o_proj = torch.nn.Linear(12, 24)
+    with mh.ablate(layer, heads=range(3)):
+        torch.testing.assert_close(layer(x), layer.o_proj.bias.expand(2, 5, 24))
+    with pytest.raises(ValueError, match=r"heads=\[4\]: expected head numbers 0…2"), mh.ablate(layer, heads=[4]):
+        pass
+    layer.q_proj = torch.nn.Sequential(layer.q_proj)  # does not say how wide it is
+    with mh.ablate(layer, heads=4), pytest.raises(ValueError, match=r"heads=\[4\]: expected head numbers 0…2"):
+        layer(x)
+
+
+def test_heads_of_the_wrong_kind_are_refused() -> None:
+    layer = mh.MultiHeadAttention(24, heads=6)
+    for wrong in (1.5, "01", None):
+        with pytest.raises(TypeError, match=f"heads={wrong!r}: expected a head number"), mh.ablate(layer, heads=wrong):
+            pass
+
+
 BAD = [
     (lambda a: mh.ablate(a, heads=[6]), r"heads=\[6\]: expected head numbers 0…5"),
     (lambda a: mh.ablate(a, heads=[-1]), r"heads=\[-1\]: expected head numbers 0…5"),

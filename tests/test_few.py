@@ -39,10 +39,16 @@ def layer(**options: Any) -> mh.MultiHeadAttention:
     return made.eval()
 
 
-MASKS = [None, mh.Causal(), mh.Window(1, 1), mh.Padding([3, 5]), torch.rand(2, 6, 5, 5) > 0.4]
+MASKS = {
+    "none": None,
+    "causal": mh.Causal(),
+    "window": mh.Window(1, 1),
+    "padding": mh.Padding([3, 5]),
+    "dense": torch.arange(2 * 6 * 5 * 5).view(2, 6, 5, 5) % 7 < 4,
+}
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(
     "options",
     [

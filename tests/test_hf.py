@@ -1,6 +1,7 @@
 """Hugging Face models on our attention give what `eager` gives, and can be watched and changed while they run."""
 
 import functools
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,12 @@ import multihead as mh
 import multihead.hf
 from multihead.hf.interface import attention
 from multihead.hf.masks import IntervalMask, mask
+from multihead.intervals import Visible
 from tests.hf_architectures import ARCHITECTURES, CLASSES, GROUPED, LEDGER, Architecture, Refused, tokens
 
 GENERATING = [a for a in ARCHITECTURES if a.generates]
 PADDED = [a for a in ARCHITECTURES if a.pads]
+DRAWS = 8  # models, where one is not enough to tell
 by_model: dict[str, Any] = {"ids": lambda a: a.model}
 
 
@@ -75,18 +78,55 @@ def of_real_tokens(name: str, t: Tensor, real: Tensor | None) -> Tensor:
     return t[real.bool()] if t.shape[:2] == real.shape else t
 
 
-def assert_as_exact_as_eager(architecture: Architecture, inputs: dict[str, Tensor], real: Tensor | None = None) -> None:
-    """Decision 6 of the design, for a whole model: at most twice the error of eager in float32, and one rounding."""
-    ours = run(architecture.build(), inputs)
-    plain = run(architecture.build("eager"), inputs)
-    exact = run(architecture.build("eager"), inputs, torch.float64)
+def beyond_the_bound(
+    architecture: Architecture, inputs: dict[str, Tensor], real: Tensor | None, seed: int
+) -> dict[str, float]:
+    """Our error over the bound of decision 6 (twice the error of eager in float32, and one rounding), by output."""
+    ours = run(architecture.build(seed=seed), inputs)
+    plain = run(architecture.build("eager", seed), inputs)
+    exact = run(architecture.build("eager", seed), inputs, torch.float64)
     assert ours.keys() == plain.keys()
-    for name, found in ours.items():
-        assert found.shape == plain[name].shape
-        assert found.isfinite().all(), name
-        mine, eager, truth = (of_real_tokens(name, t, real).double() for t in (found, plain[name], exact[name]))
+    found = {}
+    for name, t in ours.items():
+        assert t.shape == plain[name].shape
+        assert t.isfinite().all(), name
+        mine, eager, truth = (of_real_tokens(name, t, real).double() for t in (t, plain[name], exact[name]))
         bound = 2 * (eager - truth).abs().max() + torch.finfo(torch.float32).eps * truth.abs().max()
-        assert (mine - truth).abs().max() <= bound, name
+        found[name] = float((mine - truth).abs().max() / bound.clamp(min=1e-300))
+    return found
+
+
+def assert_as_exact_as_eager(architecture: Architecture, inputs: dict[str, Tensor], real: Tensor | None = None) -> None:
+    """Decision 6 of the design, for a whole model.
+
+    Layers multiply a rounding, so one draw of weights may favour eager by more than 2 though none does in the mean:
+    over 100 draws the logarithm of the ratio scatters by up to 0.5 about 0 (T5's logits; CLIP's 0.4). An output that
+    is beyond the bound must be within it in the geometric mean over DRAWS other models: there 2 is four standard
+    deviations away.
+    """
+    first = beyond_the_bound(architecture, inputs, real, seed=3)
+    if max(first.values()) <= 1:
+        return
+    others = [beyond_the_bound(architecture, inputs, real, seed=100 + n) for n in range(DRAWS)]
+    for name in (name for name, ratio in first.items() if ratio > 1):
+        mean = statistics.geometric_mean(max(ratios[name], 1e-3) for ratios in others)
+        assert mean <= 1, f"{name}: {mean:.2f} times the bound in the mean of {DRAWS} models, {first[name]:.2f} in one"
+
+
+@pytest.mark.usefixtures("finite_eager")
+@pytest.mark.parametrize("model", ["CLIPModel", "T5ForConditionalGeneration", "BertModel"])
+def test_the_bound_can_fail(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head of the four that is wrong by a ten-thousandth."""
+
+    def attend(*args: Any, **given: Any) -> Any:
+        out, lse = mh.attend(*args, **{**given, "return_lse": True})
+        out[:, 1] *= 1.0001
+        return (out, lse) if given.get("return_lse") else out
+
+    monkeypatch.setattr("multihead.hf.interface.attend", attend)
+    architecture = next(a for a in ARCHITECTURES if a.model == model)
+    with pytest.raises(AssertionError, match=r"times the bound in the mean"):
+        assert_as_exact_as_eager(architecture, architecture.inputs())
 
 
 @pytest.mark.usefixtures("finite_eager")
@@ -462,16 +502,16 @@ def test_no_dense_mask_reaches_the_kernel(model: str, monkeypatch: pytest.Monkey
 
 
 def test_no_dense_mask_in_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither prefill nor decode sees the empty part of the cache, so both run without a mask."""
+    """Neither prefill nor decode sees the empty part of the cache, so both need no mask but a causal one."""
     notes = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Any, **given: Any) -> Any:
-        notes.append(mh.explain(q, k, v, seen, **given).reasons["sdpa"])
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Visible, **given: Any) -> Any:
+        notes.append("causal" if seen.is_square_causal else "everything" if seen.is_everything else str(seen))
         return mh.attend(q, k, v, seen, **given)
 
     monkeypatch.setattr("multihead.hf.interface.attend", attend)
     generate(llama(), {"input_ids": tokens(1, 5)}, cache_implementation="static")
-    assert notes == ["torch's fused kernel, causal"] * 2 + ["torch's fused kernel"] * 12
+    assert notes == ["causal"] * 2 + ["everything"] * 12
 
 
 # Watching and changing ------------------------------------------------------------------------------------------------

@@ -334,6 +334,16 @@ def test_the_views_are_views() -> None:
         assert view.data_ptr() == projection.weight.data_ptr()
 
 
+def test_lengths_that_cannot_be_read_are_taken_as_they_are() -> None:
+    layer = mh.MultiHeadAttention(24, heads=6, device="meta")
+    y = layer(torch.empty(2, 5, 24, device="meta"), lengths=torch.empty(2, dtype=torch.long, device="meta"))
+    assert y.shape == (2, 5, 24)
+    layer, x, lengths = a_layer({}), drawn(3, 2, 5, 24), torch.tensor([[1, 5], [4, 2], [0, 3]])
+    each = torch.func.vmap(lambda x, lengths: layer(x, mask=mh.Causal(), lengths=lengths))(x, lengths)
+    one_by_one = torch.stack([layer(a, mask=mh.Causal(), lengths=b) for a, b in zip(x, lengths)])
+    torch.testing.assert_close(each, one_by_one)
+
+
 BAD = [
     (lambda: mh.MultiHeadAttention(10, heads=3), ValueError, "heads=3 does not divide E=10"),
     (lambda: mh.MultiHeadAttention(12, heads=0), ValueError, "heads=0: expected at least 1"),
@@ -343,6 +353,8 @@ BAD = [
     (lambda: mh.MultiHeadAttention(12, heads=4, dropout=2), ValueError, "dropout=2: expected a probability"),
     (lambda: mh.MultiHeadAttention(12, heads=4, softcap=0), ValueError, "softcap=0: expected a number above 0"),
     (lambda: mh.MultiHeadAttention(12, heads=4, dtype=torch.int8), TypeError, "dtype=torch.int8: expected a floating dtype"),
+    (lambda: mh.MultiHeadAttention(12, heads=4, dtype=torch.float8_e5m2), TypeError, "dtype=torch.float8_e5m2: expected a floating dtype of 16, 32 or 64 bits"),
+    (lambda: a_layer({})(drawn(2, 5, 24).to(torch.float8_e4m3fn)), TypeError, "x has dtype torch.float8_e4m3fn: expected a floating dtype of 16"),
     (lambda: a_layer({})([1.0]), TypeError, "x is a list: expected a tensor"),
     (lambda: a_layer({})(drawn(24)), ValueError, r"x has shape \(24,\): expected \(N,E\) or \(B,N,E\)"),
     (lambda: a_layer({})(drawn(1, 2, 3, 24)), ValueError, r"expected \(N,E\) or \(B,N,E\)"),

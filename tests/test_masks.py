@@ -168,6 +168,7 @@ def test_masks_draw_themselves() -> None:
     per_head = mh.Allowed(torch.tensor([[[True]], [[False]]]))
     assert (per_head.draw(1, 1, head=0), per_head.draw(1, 1, head=1)) == ("■", "·")
     assert mh.Padding([1, 2]).draw(1, 2, batch=1) == "■ ■"
+    assert mh.Causal().draw(2, 2, batch=7, head=3) == "■ ·\n■ ■", "one mask for all rows and heads"
 
 
 def test_masks_are_pytrees_with_tensors_for_leaves() -> None:
@@ -209,6 +210,13 @@ BAD = [
         r"shape \(3, 3\): expected .*\(Q,K\)=\(4, 4\)",
     ),
     (lambda: mh.Causal() & "padding", TypeError, "mask is a str"),
+    (lambda: mh.Padding([1, 2]).draw(1, 2, batch=7), ValueError, "batch=7: the mask is for 2, expected 0…1"),
+    (lambda: mh.Padding([1, 2]).draw(1, 2, batch=-1), ValueError, "batch=-1: expected at least 0"),
+    (
+        lambda: mh.Allowed(torch.ones(3, 2, 2, dtype=torch.bool)).draw(2, 2, head=3),
+        ValueError,
+        "head=3: the mask is for 3, expected 0…2",
+    ),
 ]
 
 

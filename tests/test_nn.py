@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead as mh
 import multihead.nn as ours
@@ -341,3 +342,60 @@ def test_inside_torchs_transformer(norm_first: bool, masks: tuple[bool, bool]) -
     assert_close(mine(source, target, **call), theirs(source, target, **call), **EXACT)
     with torch.inference_mode():
         assert_close(mine.eval()(source, target, **call), theirs.eval()(source, target, **call), **EXACT)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor made in the block has."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for t in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(t, Tensor) and not t._is_view():
+                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
+        return made
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_mean_of_the_weights_never_holds_those_of_every_head(gradient: bool, monkeypatch) -> None:
+    length, width, heads = 700, 64, 32
+    monkeypatch.setattr("multihead.nn.AT_ONCE", 3 * length**2)  # 3 heads, 3, … and 2 at last
+    theirs = nn.MultiheadAttention(width, heads, batch_first=True)
+    attention = ours.MultiheadAttention(width, heads, batch_first=True)
+    attention.load_state_dict(theirs.state_dict())
+    x, hidden = torch.randn(1, length, width), random_mask(length, length)
+    with torch.set_grad_enabled(gradient), Largest() as largest:
+        _, weights = attention(x, x, x, attn_mask=hidden)
+        if gradient:
+            weights.square().sum().backward()
+    assert length**2 <= largest.numel <= 4 * length**2
+    with torch.set_grad_enabled(gradient):
+        _, expected = theirs(x, x, x, attn_mask=hidden)
+        assert_close(weights, expected)
+        if gradient:
+            expected.square().sum().backward()
+            assert_close(attention.in_proj_weight.grad, theirs.in_proj_weight.grad)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_come_from_the_log_sum_exp_of_the_kernel(average: bool, monkeypatch) -> None:
+    """No softmax beside the kernel where nobody wants a gradient; with one, the same numbers."""
+    attention, x = ours.MultiheadAttention(24, 4, batch_first=True), torch.randn(2, 7, 24)
+    padding = torch.arange(7) >= torch.tensor([[5], [7]])
+    _, expected = attention(x, x, x, padding, average_attn_weights=average)
+    assert expected.requires_grad
+    monkeypatch.setattr("multihead.nn._step_3", None)
+    with torch.no_grad():
+        _, weights = attention(x, x, x, padding, average_attn_weights=average)
+    assert_close(weights, expected.detach())
+
+
+def test_weights_of_large_scores_keep_their_last_digits() -> None:
+    """The kernel's log-sum-exp is rounded to float32: of a score of 1e4, to a thousandth. Rows add up to 1 all the same."""
+    attention, x = ours.MultiheadAttention(24, 4, batch_first=True), 300 * torch.randn(2, 7, 24)
+    with torch.no_grad():
+        _, weights = attention(x, x, x, average_attn_weights=False)
+        _, mean = attention(x, x, x)
+    assert_close(weights.sum(-1), torch.ones(2, 4, 7), rtol=0, atol=3e-7)
+    assert_close(mean, weights.mean(1), rtol=0, atol=3e-7)

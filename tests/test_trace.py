@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
+from rich.cells import cell_len
 from rich.console import Console
 
 import multihead as mh
-from multihead import steps
+from multihead import steps, terminal
 
 WORDS = ["I", "love", "pepperoni", "pizza"]
 
@@ -100,6 +101,36 @@ def test_the_heat_maps_are_readable_without_colour(running_example: mh.Trace) ->
         wanted = (running_example["weights"][h, 3] * 100).round().int().tolist()
         assert sorted([list(map(int, r)) for r in rows]).count(wanted) >= 1, f"head {h}"
         assert abs(sum(map(int, row)) - 100) <= 2
+
+
+def test_the_columns_of_a_heat_map_say_which_key_they_are(running_example: mh.Trace) -> None:
+    text = str(running_example)
+    heading = next(line for line in text.splitlines() if "pepp…" in line)
+    row = next(line for line in text[text.index(heading) :].splitlines() if line.strip().startswith("pizza"))
+    ends = [match.end() for match in re.finditer(r"\d+", row)]
+    assert [match.end() for match in re.finditer(r"\S+", heading)] == ends, "a name ends where its numbers end"
+    many = str(mh.trace(mh.MultiHeadAttention(8, heads=1), torch.randn(9, 8), labels=[f"ab{n}" for n in range(9)]))
+    lines = many.splitlines()
+    first = lines.index(next(line for line in lines if line.strip() == "head 0"))
+    columns = [line.split() for line in lines[first + 1 : first + 4]]
+    assert columns == [["a"] * 9, ["b"] * 9, [str(n) for n in range(9)]]
+
+
+WIDE = ["漢字", "👍", "a\nb", "日本語の長い単語です", "e\u0301tude", "plain", "7", "8", "9"]
+
+
+def test_wide_characters_and_line_breaks_keep_their_columns() -> None:
+    text = str(mh.trace(mh.MultiHeadAttention(8, heads=1), torch.randn(9, 8), mask=mh.Causal(), labels=WIDE))
+    squares = [line for line in text.splitlines() if "■" in line and "may attend" not in line]
+    assert len({cell_len(line[: line.index("■")]) for line in squares}) == 1
+    assert len(squares) == 9
+    assert "a\\nb" in text
+    for percent, headings in ((True, 1), (False, 5)):
+        seen = torch.zeros(9, 9, dtype=torch.bool)
+        lines = terminal._heat_map("head 0", WIDE, WIDE, torch.rand(9, 9), seen, percent).plain.splitlines()
+        assert len({cell_len(line) for line in lines[1 + headings :]}) == 1
+        assert len(lines) == 1 + headings + 9
+        assert cell_len(lines[headings]) <= cell_len(lines[-1])
 
 
 def test_a_terminal_gets_colour(running_example: mh.Trace) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from multihead.backends import Backend, Call, under_autocast, without_autocast
-from multihead.backends.native import Native
+from multihead.backends.native import Native, straight
 from multihead.backends.reference import Reference
 from multihead.backends.sdpa import SDPA
-from multihead.intervals import Frame, Visible
-from multihead.masks import Mask, check_broadcast, lower
-from multihead.sizes import check_attend, check_numbers, describe
+from multihead.intervals import Visible
+from multihead.masks import Mask, check_broadcast, see
+from multihead.sizes import check_attend, check_floating, check_numbers, describe
 
 BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Reference())}  # in the order they are asked
 
@@ -97,6 +97,13 @@ def attend(
     >>> mh.attend(q, k, v, mask=mh.Causal()).shape
     torch.Size([1, 8, 4, 64])
     """
+    plain = (
+        softcap is None and sinks is None and bias is None and type(dropout) is float and not dropout and not return_lse
+    )
+    if plain and isinstance(q, Tensor) and named(backend) in (None, Native.name):
+        out = straight(q, k, v, mask, scale)
+        if out is not None:
+            return out
     call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
     chosen = _choose(call, backend)
     seed = torch.randint(2**63 - 1, (), device=call.q.device) if call.dropout else None
@@ -127,21 +134,26 @@ def prepare(
     check_attend(q, k, v)
     (B, H, Q, D), K = q.shape, k.shape[2]
     if not isinstance(mask, Visible):
-        mask = lower(mask, Frame.of(Q, K, q.device), B, H)
+        mask = see(mask, Q, K, q.device, B, H)
     check_numbers(scale, softcap, dropout)
-    for name, t, shape, axes in (("sinks", sinks, (H,), "(H,)"), ("bias", bias, (B, H, Q, K), "(B,H,Q,K)")):
-        if t is None:
-            continue
-        if not isinstance(t, Tensor) or not t.dtype.is_floating_point:
-            what = describe(t) if isinstance(t, Tensor) else type(t).__name__
-            hint = "; a mask of what may be seen goes to mask=" if name == "bias" else ""
-            raise TypeError(f"{name} is {what}: expected a floating tensor {axes}{hint}")
-        if t.device != q.device:
-            raise ValueError(f"{name} is on {t.device} but q is on {q.device}: expected the same device")
-        check_broadcast(name, t, shape, axes)
+    _check_extra("sinks", sinks, q.device, (H,), "(H,)")
+    _check_extra("bias", bias, q.device, (B, H, Q, K), "(B,H,Q,K)")
     if sinks is not None and sinks.shape != (H,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected one logit for each of the H={H} query heads")
     return Call(q, k, v, mask, D**-0.5 if scale is None else scale, softcap, sinks, bias, dropout, want_lse)
+
+
+def _check_extra(name: str, t: Tensor | None, device: torch.device, shape: tuple[int, ...], axes: str) -> None:
+    if t is None:
+        return
+    if not isinstance(t, Tensor) or not t.dtype.is_floating_point:
+        what = describe(t) if isinstance(t, Tensor) else type(t).__name__
+        hint = "; a mask of what may be seen goes to mask=" if name == "bias" else ""
+        raise TypeError(f"{name} is {what}: expected a floating tensor {axes}{hint}")
+    check_floating(f"{name} has dtype ", t.dtype)
+    if t.device != device:
+        raise ValueError(f"{name} is on {t.device} but q is on {device}: expected the same device")
+    check_broadcast(name, t, shape, axes)
 
 
 def _choose(call: Call, name: str | None) -> Backend:

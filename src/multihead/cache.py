@@ -4,6 +4,7 @@ Keys lie in order from the start of the buffer, never wrapped around, so that wh
 Rows of a batch may have different lengths.
 """
 
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -11,6 +12,19 @@ from torch import Tensor
 
 from multihead.intervals import Frame
 from multihead.sizes import Sizes, describe, require_int
+
+
+def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
+    """`rows` as a tensor, if they are numbers of rows of the batch."""
+    if isinstance(rows, Sequence) and not isinstance(rows, str):
+        rows = torch.tensor([require_int(f"rows[{n}]", row, 0) for n, row in enumerate(rows)], dtype=torch.long)
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"rows is a {type(rows).__name__}: expected row numbers, a tensor or a list")
+    if rows.dim() != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
+        raise ValueError(f"rows is {describe(rows)}: expected one axis of row numbers")
+    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < batch):
+        raise ValueError(f"rows={rows.tolist()}: expected row numbers 0…{batch - 1}")
+    return rows.to(device)
 
 
 class CacheOverflow(ValueError):
@@ -207,13 +221,9 @@ class Cache:
                 raise ValueError(f"crop({length}): the window has let go of tokens that would be visible again")
         self.length = shorter
 
-    def reorder(self, rows: Tensor) -> None:
+    def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Row b becomes what row `rows[b]` was (beam search); a row may be taken twice or not at all."""
-        if rows.dim() != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
-            raise ValueError(f"rows is {describe(rows)}: expected one axis of row numbers")
-        if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < self.batch):
-            raise ValueError(f"rows={rows.tolist()}: expected row numbers 0…{self.batch - 1}")
-        rows = rows.to(self._k.device)
+        rows = _row_numbers(rows, self.batch, self._k.device)
         self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
         self.length = self.length[rows] if isinstance(self.length, Tensor) else self.length
         self.dropped = self.dropped[rows] if isinstance(self.dropped, Tensor) else self.dropped
@@ -255,8 +265,8 @@ class ContextCache:
     torch.Size([1, 1, 32])
     """
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
+    def __init__(self, k: Tensor, v: Tensor, sizes: Sizes) -> None:
+        self.k, self.v, self.sizes = k, v, sizes  # the sizes of the layer that made it
 
     @property
     def batch(self) -> int:
@@ -266,17 +276,19 @@ class ContextCache:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def reorder(self, rows: Tensor) -> None:
+    def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Row b becomes what row `rows[b]` was (beam search)."""
+        rows = _row_numbers(rows, self.batch, self.k.device)
         self.k, self.v = self.k.index_select(0, rows), self.v.index_select(0, rows)
 
     def check(self, batch: int, sizes: Sizes) -> None:
-        """Refuse a call of other sizes."""
-        (B, G, _, D), V = self.k.shape, self.v.shape[3]
-        if (batch, sizes.D, sizes.V) != (B, D, V):
+        """Refuse a batch of other rows, or a layer of other sizes."""
+        if batch != self.batch:
+            raise ValueError(f"the context cache has B={self.batch} rows, but this call has B={batch}")
+        if sizes != self.sizes:
             raise ValueError(
-                f"the context cache holds B={B}, G={G}, D={D}, V={V}, but this call has B={batch}, D={sizes.D}, "
-                f"V={sizes.V}: make it with this layer's new_cache(context=…)"
+                f"the context cache was made by a layer of {self.sizes}, but this one is {sizes}: make it with this "
+                "layer's new_cache(context=…)"
             )
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 import zlib
 from enum import StrEnum
@@ -18,6 +19,9 @@ import multihead as mh
 from multihead import native
 from multihead.attend import BACKENDS
 
+WIDEST = 2**14  # E of the widest models: four matrices of 1 GiB each
+LAST_SEED = 2**63 - 1
+
 app = typer.Typer(
     help="Multi-head attention you can see through.",
     no_args_is_help=True,
@@ -31,9 +35,18 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError) as error:
-        message = Text("error: ", "red").append(str(error), "default")
+        message = Text("error: ", "red").append(_as_typed(str(error)), "default")
         Console(stderr=True, highlight=False).print(message, soft_wrap=True)
         sys.exit(2)
+
+
+def _as_typed(message: str) -> str:
+    """`head_dim=3`, as Python's users write it, the way it is written on the command line: `--head-dim=3`."""
+    commands = typer.main.get_group(app).commands
+    for parameter in commands[sys.argv[1]].params if sys.argv[1:] and sys.argv[1] in commands else ():
+        typed = parameter.opts[0] if parameter.param_type_name == "option" else getattr(parameter, "metavar", None)
+        message = re.sub(rf"(?<![\w-]){parameter.name}=", f"{typed or parameter.name}=", message)
+    return message
 
 
 def _version(wanted: bool) -> None:
@@ -61,10 +74,11 @@ class MaskName(StrEnum):
 def show(
     text: Annotated[str, typer.Argument(help="A sentence; each word is an item.")] = "I love pepperoni pizza",
     tokens: Annotated[int | None, typer.Option(help="Take only the first so many words.", min=1)] = None,
-    width: Annotated[int, typer.Option(help="E, the width of the model.", min=1)] = 1024,
+    width: Annotated[int, typer.Option(help="E, the width of the model.", min=1, max=WIDEST)] = 1024,
     heads: Annotated[int, typer.Option(help="H, the number of heads.", min=1)] = 8,
+    head_dim: Annotated[int | None, typer.Option(help="D, the width of a head, if not E/H.", min=1, max=WIDEST)] = None,
     mask: Annotated[MaskName, typer.Option(help="causal: as in a language model.")] = MaskName.causal,
-    seed: Annotated[int, typer.Option(help="Of the layer's weights and the words' vectors.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the layer's weights and the words' vectors.", min=0, max=LAST_SEED)] = 0,
 ) -> None:
     """The seven steps of one layer on a sentence, with real shapes and numbers.
 
@@ -78,7 +92,7 @@ def show(
         raise ValueError(f"--tokens={tokens}: the text has only {len(words)} words")
     words = words[:tokens]
     torch.manual_seed(seed)
-    layer = mh.MultiHeadAttention(width, heads=heads).eval()
+    layer = mh.MultiHeadAttention(width, heads=heads, head_dim=head_dim).eval()
     x = torch.stack([_vector(word, width, seed) for word in words])  # (N, E)
     with torch.inference_mode():
         trace = mh.trace(layer, x, mask=mh.Causal() if mask is MaskName.causal else None, labels=words)
@@ -171,7 +185,7 @@ def doctor(
     tokens: Annotated[int, typer.Option(help="N, how many items each has.", min=1)] = 6,
     context: Annotated[int | None, typer.Option(help="K: cross-attention over so many items.", min=1)] = None,
     dtype: Annotated[Number, typer.Option(help="What it computes in.")] = Number.float32,
-    seed: Annotated[int, typer.Option(help="Of the random input and weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random input and weights.", min=0, max=LAST_SEED)] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which it is stopped.", min=1)] = 60,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report to this file, as a page.")] = None,
@@ -196,6 +210,14 @@ def doctor(
     else:
         Console(highlight=False).print(report)
     raise typer.Exit(report.exit_status)
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench(context: typer.Context) -> None:
+    """How fast this is beside torch, ONNX Runtime and OpenVINO, on this machine; --help names the options."""
+    from multihead.bench import cli
+
+    raise typer.Exit(cli.main(context.args))
 
 
 @app.command()

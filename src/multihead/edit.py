@@ -1,6 +1,6 @@
 """Ablate heads, and patch any intermediate, for as long as a `with` block lasts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -73,7 +73,8 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
     True
     """
     fn = replacement(heads, with_)
-    check_heads([heads] if isinstance(heads, int) else heads, layer.sizes.H)
+    width = getattr(layer.q_proj, "out_features", layer.sizes.H * layer.sizes.D)  # a layer may be sharded by heads
+    check_heads([heads] if isinstance(heads, int) else heads, width // layer.sizes.D)
     with patch(layer, "heads", fn):
         yield
 
@@ -85,6 +86,8 @@ def check_heads(heads: Sequence[int], H: int) -> None:
 
 def replacement(heads: int | Sequence[int], with_: str | Tensor) -> Callable[[Tensor], Tensor]:
     """A function of what all heads put out, (B, H, Q, V), that replaces these heads' part of it; see `ablate`."""
+    if not isinstance(heads, int | Iterable) or isinstance(heads, str):
+        raise TypeError(f"heads={heads!r}: expected a head number or several of them")
     chosen = [heads] if isinstance(heads, int) else list(heads)
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"heads={chosen}: expected each head once")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def readable(t: Tensor) -> bool:
@@ -19,8 +20,10 @@ def readable(t: Tensor) -> bool:
 
 
 def inside_torch_func() -> bool:
-    """Whether vmap, grad or another transform of torch.func is at work: then there may be no one number to look at."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether vmap, grad, jvp or forward-mode differentiation is at work: a number may be many, or carry a tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 @dataclass(frozen=True)

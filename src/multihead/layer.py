@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from multihead import few, steps
+from multihead.arguments import check_call, check_input, check_lengths, check_positions
 from multihead.attend import attend, prepare
-from multihead.backends import under_autocast, without_autocast
+from multihead.backends import without_autocast
 from multihead.cache import Cache, ContextCache
 from multihead.intervals import Frame, Visible
 from multihead.lens import Lens, look
-from multihead.masks import Mask, Window, as_mask, check_broadcast, lower
+from multihead.masks import Mask, Window, as_mask, lower
 from multihead.positions import RoPE
-from multihead.sizes import Sizes, check_numbers, describe
+from multihead.sizes import Sizes, check_floating, check_numbers
 
 INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
 
@@ -76,8 +77,8 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype={dtype}: expected a floating dtype")
+        if dtype is not None:
+            check_floating("dtype=", dtype)
         check_numbers(scale, softcap, dropout)
         self.sizes = s = Sizes.of(width, heads, kv_heads, head_dim, value_dim, context_dim)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -238,30 +239,22 @@ class MultiHeadAttention(nn.Module):
         lengths: Tensor | list[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor, Visible]:
         """Steps 1 and 2, where queries, keys and values are ready to meet, and who may see whom."""
-        self._check_input("x", x, self.sizes.E, self.q_proj)
-        if context is not None and not isinstance(context, Tensor):
-            raise TypeError(f"context is a {type(context).__name__}: expected a tensor; a mask goes to mask=")
-        if cache is not None and not isinstance(cache, Cache | ContextCache):
-            raise TypeError(f"cache is a {type(cache).__name__}: expected one from new_cache()")
+        check_call(x, context, cache, context_positions, self.sizes, self.q_proj)
         if x.dim() == 2:
             x = x[None]
             context = None if context is None else context[None] if context.dim() == 2 else context
-        real = self._check_lengths(lengths, x, context, cache)
+        real = check_lengths(lengths, x, context, cache)
         q = self._tap("q", self.q_proj(x).unflatten(-1, (-1, self.sizes.D)))  # step 1: (B, N, H, D)
         positions = self._positions("positions", positions, x, cache.length if isinstance(cache, Cache) else 0)
         q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
 
         if isinstance(cache, ContextCache):
             k_heads, v_heads = cache.k, cache.v
-            if context is not None:
-                raise ValueError("the cache already holds the keys and values of a context: leave out context=")
             cache.check(x.shape[0], self.sizes)
             frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
         else:
             k_heads, v_heads = self._keys_and_values(x, context, positions, context_positions)
             if cache is not None:
-                if context is not None:
-                    raise ValueError("this cache is for the tokens of x; for a context there is new_cache(context=…)")
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
                 k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
                 if cache.window is not None:
@@ -277,13 +270,9 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Steps 1 and 2 for k and v."""
         if context is None:
-            if context_positions is not None:
-                raise ValueError("context_positions is given without context")
             source, where = x, positions
-            if self.sizes.C != self.sizes.E:
-                raise ValueError(f"the layer was made with context_dim={self.sizes.C}: expected a context (B,K,C)")
         else:
-            self._check_input("context", context, self.sizes.C, self.k_proj)
+            check_input("context", context, self.sizes.C, self.k_proj)
             if context.dim() != 3 or context.shape[0] != x.shape[0]:
                 raise ValueError(
                     f"context has shape {tuple(context.shape)}: expected (B,K,C) with B={x.shape[0]}, as x"
@@ -358,14 +347,14 @@ class MultiHeadAttention(nn.Module):
         if context is not None:
             if capacity is not None or window is not None:
                 raise ValueError("context= is projected once and never grows: give no capacity= or window= with it")
+            check_input("context", context, self.sizes.C, self.k_proj)
             context = context[None] if context.dim() == 2 else context
-            self._check_input("context", context, self.sizes.C, self.k_proj)
             where = self._positions("context_positions", context_positions, context, 0)
             k = self.k_proj(context).unflatten(-1, (-1, self.sizes.D))
             v = self.v_proj(context).unflatten(-1, (-1, self.sizes.V))
-            return ContextCache(self._turn(k, self.k_norm, where), steps.split(v))
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype={dtype}: expected a floating dtype")
+            return ContextCache(self._turn(k, self.k_norm, where), steps.split(v), self.sizes)
+        if dtype is not None:
+            check_floating("dtype=", dtype)
         made = next((p for p in (*self.k_proj.parameters(), *self.parameters()) if p.dtype.is_floating_point), None)
         if made is not None:  # a quantised layer may have none: then torch's defaults
             device, dtype = made.device if device is None else device, made.dtype if dtype is None else dtype
@@ -394,46 +383,7 @@ class MultiHeadAttention(nn.Module):
 
     def _positions(self, name: str, given: Tensor | None, x: Tensor, first: int | Tensor) -> Tensor | None:
         """Where the tokens of `x` stand, (N,) or (B, N), as given or counted on from `first`; None without RoPE."""
-        if given is not None:
-            if not isinstance(given, Tensor) or given.dtype.is_floating_point or given.dtype == torch.bool:
-                what = describe(given) if isinstance(given, Tensor) else repr(given)
-                raise TypeError(f"{name} is {what}: expected a tensor of whole numbers")
-            check_broadcast(name, given, x.shape[:2], "(B,N)")
+        check_positions(name, given, x)
         if self.rope is None or given is not None:
             return given
         return torch.arange(x.shape[1], device=x.device) + (first[:, None] if isinstance(first, Tensor) else first)
-
-    def _check_input(self, name: str, x: Tensor, width: int, projection: nn.Module) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
-        letter = "E" if name == "x" else "C"
-        if x.dim() not in (2, 3):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected (N,{letter}) or (B,N,{letter})")
-        if x.shape[-1] != width:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected the last axis to be {letter}={width}")
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{name} has dtype {x.dtype}: expected a floating dtype")
-        if type(projection) is nn.Linear and not under_autocast(x.device):
-            weight = projection.weight
-            if (x.dtype, x.device) != (weight.dtype, weight.device):
-                raise ValueError(
-                    f"{name} is {describe(x)}, but the layer's weights are {weight.dtype} on {weight.device}"
-                )
-
-    def _check_lengths(
-        self, lengths: Tensor | list[int] | None, x: Tensor, context: Tensor | None, cache: Cache | ContextCache | None
-    ) -> Tensor | None:
-        if lengths is None:
-            return None
-        if context is not None or isinstance(cache, ContextCache):
-            raise ValueError("lengths= counts the tokens of x that join the keys; with a context give mask=Padding(…)")
-        real = torch.as_tensor(lengths, device=x.device)
-        if real.dtype.is_floating_point or real.dtype == torch.bool or real.shape != x.shape[:1]:
-            raise ValueError(
-                f"lengths is {describe(real)}: expected a whole number for each of the B={x.shape[0]} rows"
-            )
-        if real.numel() and not torch.compiler.is_compiling():
-            low, high = int(real.min()), int(real.max())
-            if low < 0 or high > x.shape[1]:
-                raise ValueError(f"lengths={real.tolist()}: expected 0…{x.shape[1]}, the number of tokens in x")
-        return real

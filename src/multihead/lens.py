@@ -49,8 +49,9 @@ def look(
         sinks: (H,) a logit for each head that joins the softmax's denominator.
         bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
         lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores. Its rounding, up to
-            |lse|·2⁻²⁴ in float32, is a relative error of every weight then; where another backend computed it, so is
-            the difference between two ways of rounding a score.
+            |lse|·2⁻²⁴ in float32, is a relative error of every weight then, and where another backend computed it so is
+            the difference between two ways of rounding a score; but not of whole rows (`rows`, `weights`), which are
+            divided by their sum.
 
     >>> q, k, v = torch.randn(1, 8, 4096, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
     >>> out, lse = mh.attend(q, k, v, mask=mh.Causal(), return_lse=True)
@@ -111,7 +112,9 @@ class Lens:
             part = self._with_gradient.select(h, q)
             with without_autocast(part.q.device):
                 return steps.weigh(_masked(part), _sinks(part))[0]
-        return statistics.weights(self._region.select(h, q), self._lse_of(h, q))
+        part, lse = self._region.select(h, q), self._lse_of(h, q)
+        weights = statistics.weights(part, lse)
+        return weights if self._given is None else _divided(weights, part.sinks, lse)
 
     def columns(self, keys: Selection, heads: Selection = None) -> Tensor:
         """How much every query attends to some keys: (B,H,Q,k)."""
@@ -303,6 +306,15 @@ def _checked(lse: Tensor, region: Region) -> Tensor:
     if lse.shape != region.shape[:3] or lse.device != region.q.device:
         raise ValueError(f"lse is {describe(lse)}: expected (B,H,Q)={region.shape[:3]} on {region.q.device}")
     return lse.to(region.wide).masked_fill(lse == torch.inf, torch.nan)  # a visible inf: no weights to speak of
+
+
+def _divided(weights: Tensor, sinks: Tensor | None, lse: Tensor) -> Tensor:
+    """Whole rows by their own sum, the sink's share in it: so that the rounding of a given lse cancels."""
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None] - lse).to(total.dtype)
+    known = total.isfinite() & (total > 0)  # not where nothing is seen, or a NaN
+    return weights.div_(total.where(known, 1)[..., None])
 
 
 # With a gradient ------------------------------------------------------------------------------------------------------

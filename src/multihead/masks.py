@@ -8,7 +8,7 @@ A mask lowers to one interval of keys per query, plus a dense remainder only whe
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -57,11 +57,16 @@ class Mask:
         return self.lower(Frame.of(Q, K, device)).allowed(device)
 
     def draw(self, Q: int, K: int, batch: int = 0, head: int = 0) -> str:
-        """The mask as text, a line for each query: ■ may attend, · hidden."""
+        """The mask as text, a line for each query: ■ may attend, · hidden. A mask for all rows, or heads, is any's."""
         allowed = self.dense(Q, K)
         if allowed.dim() < 4:
             allowed = allowed[(None,) * (4 - allowed.dim())]
-        allowed = allowed[min(batch, allowed.shape[0] - 1), min(head, allowed.shape[1] - 1)].expand(Q, K)
+        for axis, (name, number) in enumerate((("batch", batch), ("head", head))):
+            count = allowed.shape[axis]
+            if require_int(name, number, 0) >= count > 1:
+                raise ValueError(f"{name}={number}: the mask is for {count}, expected 0…{count - 1}")
+            allowed = allowed.select(axis, number if count > 1 else 0).unsqueeze(axis)
+        allowed = allowed[0, 0].expand(Q, K)
         return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in allowed.tolist())
 
 
@@ -368,6 +373,19 @@ def check_broadcast(name: str, t: Tensor, shape: Sequence[int], axes: str) -> No
     fits = t.dim() <= len(shape) and all(have in (1, want) for have, want in zip(reversed(t.shape), reversed(shape)))
     if not fits:
         raise ValueError(f"{name} has shape {tuple(t.shape)}: expected one that broadcasts to {axes}={tuple(shape)}")
+
+
+def see(mask: Mask | Tensor | None, Q: int, K: int, device: torch.device, B: int, H: int) -> Visible:
+    """What `mask` lets Q queries see of K keys, the last of them at the last key."""
+    plain = mask is None or type(mask) is Causal or type(mask) is Window  # lower to numbers alone
+    if plain and type(Q) is type(K) is int and not torch.compiler.is_compiling():
+        return _remembered(mask, Q, K)
+    return lower(mask, Frame.of(Q, K, device), B, H)
+
+
+@lru_cache(maxsize=256)
+def _remembered(mask: Mask | None, Q: int, K: int) -> Visible:
+    return lower(mask, Frame.of(Q, K), 1, 1)
 
 
 def lower(mask: Mask | Tensor | None, frame: Frame, B: int, H: int) -> Visible:

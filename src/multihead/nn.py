@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from multihead import steps
 from multihead.attend import attend
-from multihead.intervals import Frame, Visible, readable
+from multihead.intervals import Frame, Visible, inside_torch_func, readable
+from multihead.lens import look
 from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
 from multihead.sizes import describe
+
+AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted with a gradient
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -76,16 +80,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         B, H, L, _ = q_heads.shape
         visible, bias = read_masks(key_padding_mask, attn_mask, is_causal, (B, H, L, k_heads.shape[2]), extra, q)
         dropout = self.dropout if self.training else 0.0
-        heads = attend(q_heads, k_heads, v_heads, visible, bias=bias, dropout=dropout)  # steps 3 and 4
-        assert isinstance(heads, Tensor)
+        looked = need_weights and _can_be_looked_at(q_heads, k_heads, bias)
+        heads: Any = attend(q_heads, k_heads, v_heads, visible, bias=bias, dropout=dropout, return_lse=looked)
+        heads, lse = heads if looked else (heads, None)  # steps 3 and 4
 
         transposed = steps.transpose_back(heads)  # step 5: (N, L, H, D)
         merged = steps.concatenate(transposed.transpose(0, axis))  # step 6, in the layout of `query`
         output = self.out_proj(merged if batched else merged[0])  # step 7
         if not need_weights:
             return output, None
-        weights = all_weights(q_heads, k_heads, visible, bias)
-        weights = weights.mean(dim=1) if average_attn_weights else weights
+        weights = weights_of(q_heads, k_heads, visible, bias, lse, average_attn_weights)
         return output, weights if batched else weights[0]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -159,14 +163,58 @@ def _be_called(attention: nn.MultiheadAttention) -> None:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def all_weights(q: Tensor, k: Tensor, visible: Visible, bias: Tensor | None) -> Tensor:
-    """Step 3 as written, beside the kernel: the weights (N, H, L, S) before dropout, in the dtype of q."""
+def weights_of(
+    q: Tensor, k: Tensor, visible: Visible, bias: Tensor | None, lse: Tensor | None, average: bool
+) -> Tensor:
+    """The weights before dropout in the dtype of q, beside the kernel: (N, H, L, S), or their mean (N, L, S).
+
+    With the kernel's lse they come from a lens, for the mean a head at a time. Without it (a gradient is wanted, or
+    there are no numbers to read) from step 3 as written, for the mean a few heads at a time, which a gradient computes
+    again.
+    """
+    B, H, L, S = (*q.shape[:3], k.shape[2])
+    if lse is not None:
+        lens = look(q, k, visible, bias=bias, lse=lse)
+        if not average:
+            return lens.weights().to(q.dtype)
+        total = q.new_zeros((B, L, S), dtype=lens.dtype)
+        for h in range(H):
+            total += lens.weights(heads=h)[:, 0]
+        return total.div_(H).to(q.dtype)
+    if not average:
+        return _step_3(q, k, visible, bias, slice(0, H)).to(q.dtype)
+    count = max(1, AT_ONCE // max(1, B * L * S))  # heads
+    parts = [slice(h, min(h + count, H)) for h in range(0, H, count)]
+    if len(parts) == 1 or torch.compiler.is_compiling():
+        return _step_3(q, k, visible, bias, slice(0, H)).mean(1).to(q.dtype)
+
+    def sum_of(heads: slice) -> Tensor:
+        return _step_3(q, k, visible, bias, heads).sum(1)
+
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    total = checkpoint(sum_of, parts[0], **options)
+    for heads in parts[1:]:
+        total = total + checkpoint(sum_of, heads, **options)
+    return (total / H).to(q.dtype)
+
+
+def _step_3(q: Tensor, k: Tensor, visible: Visible, bias: Tensor | None, heads: slice) -> Tensor:
+    """The weights of some heads, (N, h, L, S), float32 or wider."""
     exact = torch.promote_types(q.dtype, torch.float32)
     allowed = None if visible.is_everything else visible.allowed(q.device)
+    allowed, bias = (t[:, heads] if t is not None and t.dim() == 4 and t.shape[1] > 1 else t for t in (allowed, bias))
     with torch.autocast(q.device.type, enabled=False):
-        scores = steps.score(q.to(exact), k.to(exact), q.shape[-1] ** -0.5)
+        scores = steps.score(q[:, heads].to(exact), k[:, heads].to(exact), q.shape[-1] ** -0.5)
         masked = steps.hide(scores, allowed=allowed, bias=None if bias is None else bias.to(exact))
-        return steps.weigh(masked)[0].to(q.dtype)
+        return steps.weigh(masked)[0]
+
+
+def _can_be_looked_at(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
+    """Whether a lens can give the weights: there are numbers to read, and nobody wants a gradient of them."""
+    if torch.compiler.is_compiling() or inside_torch_func() or q.is_meta or type(q) is not Tensor:
+        return False
+    wanted = any(t is not None and t.requires_grad for t in (q, k, bias))
+    return not (wanted and torch.is_grad_enabled())
 
 
 # Masks in torch's meaning ---------------------------------------------------------------------------------------------

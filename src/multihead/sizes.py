@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -112,6 +113,12 @@ def check_numbers(scale: float | None, softcap: float | None, dropout: float) ->
         raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
 
 
+def check_floating(what: str, dtype: torch.dtype) -> None:
+    """Refuse what is not floating, and float8: torch can store it but not compute with it. `what`: "x has dtype "."""
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise TypeError(f"{what}{dtype}: expected a floating dtype of 16, 32 or 64 bits")
+
+
 def describe(t: Tensor) -> str:
     """A tensor as error messages show it: `(2, 3) float32 on cpu`."""
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
@@ -124,8 +131,7 @@ def check_attend(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} is a {type(t).__name__}: expected a tensor {axes}")
         if t.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}: expected four axes {axes}")
-        if not t.dtype.is_floating_point:
-            raise TypeError(f"{name} has dtype {t.dtype}: expected a floating dtype")
+        check_floating(f"{name} has dtype ", t.dtype)
         if t.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {t.dtype} but q has {q.dtype}: expected one dtype for q, k and v")
         if t.device != q.device:

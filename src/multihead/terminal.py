@@ -5,12 +5,14 @@ Colour helps and is never needed: a heat map has its percentages, or shades, in 
 
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from rich.cells import cell_len, set_cell_size
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -30,6 +32,7 @@ MOST_ITEMS = 16  # rows and columns of a heat map, and rows of a table
 MOST_HEADS = 16
 MOST_NUMBERS = 5
 SHADES = "·░▒▓█"
+MOST_LETTERS = 5  # of a key's name above a heat map
 PERCENT_UP_TO = 8  # keys: above that, a cell is a shade instead of a percentage
 
 
@@ -115,7 +118,13 @@ def _one(trace: "Trace", name: str) -> Tensor:
 
 
 def _short(name: str, width: int) -> str:
-    return name if len(name) <= width else name[: width - 1] + "…"
+    r"""A name in at most `width` columns of the terminal, of which an ideogram takes two; a line break as \n."""
+    shown = "".join(c if c >= " " else repr(c)[1:-1] for c in name)
+    return shown if cell_len(shown) <= width else set_cell_size(shown, width - 1).rstrip() + "…"
+
+
+def _padded(name: str, width: int) -> str:
+    return set_cell_size(_short(name, width), width)
 
 
 def _table(title: str, rows: Sequence[str], numbers: Tensor, columns: Sequence[str] | None = None) -> Table:
@@ -141,9 +150,8 @@ def _mask(trace: "Trace") -> RenderableType:
         return Text("no mask: every item sees every item", "italic")
     lines = [Text("mask, head 0: ■ may attend, · hidden; query down, key across", "italic")]
     for name, row in zip(trace.labels[:MOST_ITEMS], hidden[:MOST_ITEMS, : 2 * MOST_ITEMS].tolist()):
-        lines.append(
-            Text(f"{_short(name, 12):<13}", "yellow").append(" ".join("·" if h else "■" for h in row), "default")
-        )
+        squares = " ".join("·" if h else "■" for h in row)
+        lines.append(Text(_padded(name, 12) + " ", "yellow").append(squares, "default"))
     return Group(*lines)
 
 
@@ -154,7 +162,8 @@ def _heat_maps(trace: "Trace") -> list[RenderableType]:
     unit = "in percent" if percent else f"as shades, {SHADES[0]} least to {SHADES[-1]} most"
     title = f"weights of every head, {unit}; query down, key across"
     hidden = _one(trace, "masked") == -torch.inf
-    maps = [_heat_map(f"head {h}", trace.labels, weights[h], hidden[h], percent) for h in range(min(H, MOST_HEADS))]
+    names = trace.labels, trace.key_labels
+    maps = [_heat_map(f"head {h}", *names, weights[h], hidden[h], percent) for h in range(min(H, MOST_HEADS))]
     parts: list[RenderableType] = [Group(Text(title, "italic"), Columns(maps, padding=(0, 3)))]
     left = [f"the first {MOST_HEADS} of {H} heads"] if H > MOST_HEADS else []
     left += [f"the first {MOST_ITEMS} of {max(Q, K)} items"] if max(Q, K) > MOST_ITEMS else []
@@ -162,24 +171,45 @@ def _heat_maps(trace: "Trace") -> list[RenderableType]:
 
 
 def _heat_map(
-    title: str, rows: Sequence[str], weights: Tensor, hidden: Tensor, percent: bool, most: int = MOST_ITEMS
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    weights: Tensor,
+    hidden: Tensor,
+    percent: bool,
+    most: int = MOST_ITEMS,
 ) -> Text:
-    """A head's weights; hidden ones are dots (or blanks), which a small weight is not."""
-    width = max((len(_short(name, 9)) for name in rows[:most]), default=0)
+    """A head's weights; hidden ones are dots (or blanks), which a small weight is not. `columns` may be none."""
+    names = [_short(name, 9) for name in rows[:most]]
+    width = max(map(cell_len, names), default=0)
+    keys = [_short(name, MOST_LETTERS) for name in columns[:most]]
+    wide = max([4, *(cell_len(key) + 1 for key in keys)]) if percent else 2  # of a cell
     picture = Text(title, "bold")
+    for line in _headings(keys, wide, percent):
+        picture.append("\n" + " " * (width + 1) + line, "not bold yellow")
     shown = (t[:most, :most].tolist() for t in (weights, hidden))
-    for name, row, unseen in zip(rows, *shown):
-        picture.append(f"\n{_short(name, 9):<{width}} ", "not bold yellow")
+    for name, row, unseen in zip(names, *shown):
+        picture.append(f"\n{set_cell_size(name, width)} ", "not bold yellow")
         for weight, out_of_sight in zip(row, unseen):
             if out_of_sight:
-                picture.append("   ·" if percent else "  ", "not bold dim")
+                picture.append(("·" if percent else "").rjust(wide), "not bold dim")
                 continue
             level = min(max(weight, 0.0), 1.0) if weight == weight else 0.0
-            cell = f"{100 * weight:4.0f}" if percent else SHADES[round(level * (len(SHADES) - 1))] * 2
+            cell = f"{100 * weight:{wide}.0f}" if percent else SHADES[round(level * (len(SHADES) - 1))] * wide
             heat = round(255 * level**0.5)  # the root brings out small weights
             ink = "black" if heat > 140 else "white"
             picture.append(cell, f"not bold {ink} on rgb({heat},{round(heat * 0.55)},{60 - round(heat * 0.2)})")
     return picture.append("\n")
+
+
+def _headings(keys: Sequence[str], wide: int, across: bool) -> list[str]:
+    """Names above columns that are `wide`: across, or a letter below the other where that is too narrow."""
+    if across or not keys:
+        return ["".join(" " * (wide - cell_len(key)) + key for key in keys)] if keys else []
+    letters = [re.findall(r".[\u0300-\u036f\u200d\ufe0f]*", key) for key in keys]  # an accent stays with its letter
+    tall = max(map(len, letters))
+    letters = [[""] * (tall - len(key)) + key for key in letters]  # each ends at its column
+    return ["".join(set_cell_size(key[line], wide) for key in letters).rstrip() for line in range(tall)]
 
 
 def _meanings(trace: "Trace") -> list[RenderableType]:
@@ -190,7 +220,7 @@ def _meanings(trace: "Trace") -> list[RenderableType]:
     lines: list[RenderableType] = [Text("each row now carries what it learnt from the rows it may see:", "italic")]
     for name, row in zip(trace.labels, seen.tolist()):
         words = " ".join(item for item, visible in zip(trace.key_labels, row) if visible)
-        lines.append(Text(f"{_short(name, 12):<13}", "yellow").append(f"“{words}”", "default"))
+        lines.append(Text(_padded(name, 12) + " ", "yellow").append(f"“{words}”", "default"))
     return [Group(*lines)]
 
 
@@ -210,13 +240,14 @@ def draw_lens(lens: "Lens", height: int, width: int, pool: str, heads: Selection
     rows = [str(n * Q // height) for n in range(height)]  # the first query of each bin
     percent = K <= PERCENT_UP_TO and (height, width) == (Q, K)
     if percent:
-        pictures = [_heat_map(f"head {h}", rows, w, w == 0, True, max(Q, K)) for h, w in zip(numbers, maps)]
+        pictures = [_heat_map(f"head {h}", rows, (), w, w == 0, True, max(Q, K)) for h, w in zip(numbers, maps)]
         title = "weights, in percent; query down, key across"
     else:
         tops = [float(w.nan_to_num().max()) for w in maps]
+        titles = [f"head {h}, {SHADES[-1]} = {top:.2g}" for h, top in zip(numbers, tops)]
         pictures = [
-            _heat_map(f"head {h}, {SHADES[-1]} = {top:.2g}", rows, w / (top or 1.0), w == 0, False, max(height, width))
-            for h, w, top in zip(numbers, maps, tops)
+            _heat_map(title, rows, (), w / (top or 1.0), w == 0, False, max(height, width))
+            for title, w, top in zip(titles, maps, tops)
         ]
         bins = f", {pool} of each bin: {Q} queries and {K} keys as {height} × {width}"
         title = f"weights{'' if (height, width) == (Q, K) else bins}; query down, key across"

@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead.intervals import Visible
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One call of `attend`, checked and lowered: all that a backend needs to know."""
 
@@ -34,8 +34,10 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
         tensors = (self.q, self.k, self.v, self.sinks, self.bias)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return any(t is not None and t.requires_grad for t in tensors)
 
 
 class Backend(Protocol):
@@ -53,7 +55,8 @@ class Backend(Protocol):
 
 
 def under_autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:

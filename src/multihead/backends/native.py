@@ -4,6 +4,7 @@ Where nobody watches (no gradient, no tracing, no modes) the call goes straight 
 and strides. Elsewhere it goes through two custom operators that torch can trace, export and differentiate.
 """
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from multihead import native, steps
 from multihead.backends import Call
 from multihead.intervals import Bound, Ramp, Visible, inside_torch_func
+from multihead.masks import Causal, Mask, see
 
 DTYPES = {
     torch.float32: "float32",
@@ -72,6 +74,66 @@ def watched() -> bool:
 # The native function --------------------------------------------------------------------------------------------------
 
 
+def straight(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Visible | Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Steps 3 and 4 for a plain call, with nothing between the caller and the kernel: 10 µs instead of 30.
+
+    None for whatever is out of the ordinary, or wrong: then the call is checked, lowered and explained as all others.
+    """
+    if native.module is None or not type(q) is type(k) is type(v) is Tensor:
+        return None
+    name = DTYPES.get(q.dtype)
+    if name is None or k.dtype is not q.dtype or v.dtype is not q.dtype or not (q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    if not q.dim() == k.dim() == v.dim() == 4 or not (scale is None or (type(scale) is float and isfinite(scale))):
+        return None
+    if torch.compiler.is_compiling() or watched() or inside_torch_func() or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    (B, H, Q, D), (k_B, G, K, k_D), (v_B, v_G, v_K, V) = shape, k_shape, v_shape
+    if not B == k_B == v_B or k_D != D or v_G != G or v_K != K or not D or not G or H % G or not (Q and K and V):
+        return None
+    if not strides[3] == k_strides[3] == v_strides[3] == 1 or K > MOST or H // G * Q > MOST:
+        return None
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    if mask is None:
+        start, stop = (0, 0, 0), (0, K, K)
+    elif type(mask) is Causal and mask.window is None:
+        start, stop = (0, 0, 0), (K - Q + 1, 0, K)
+    else:
+        visible = mask if isinstance(mask, Visible) else see(mask, Q, K, q.device, B, H)
+        if visible.dense is not None:
+            return None
+        start, stop = bound_of(visible.start, (B, H, Q)), bound_of(visible.stop, (B, H, Q))
+    out_strides = (H * Q * V, V, H * V, 1)  # step 5 is then a view
+    out = torch.empty_strided((B, H, Q, V), out_strides, dtype=q.dtype)
+    native.module.attend(
+        q.data_ptr(),
+        shape,
+        strides,
+        k.data_ptr(),
+        k_shape,
+        k_strides,
+        v.data_ptr(),
+        v_shape,
+        v_strides,
+        out.data_ptr(),
+        out_strides,
+        name,
+        D**-0.5 if scale is None else scale,
+        torch.get_num_threads(),
+        0,
+        start,
+        stop,
+    )
+    return out
+
+
 def lined_up(t: Tensor) -> Tensor:
     """`t` with its last axis contiguous: copied once where it is not."""
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
@@ -107,9 +169,11 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse, and what a backward pass needs to know."""
     q, k, v = lined_up(q), lined_up(k), lined_up(v)
-    (B, H, Q, _), K, V = q.shape, k.shape[2], v.shape[3]
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.empty_strided((B, H, Q, V), (H * Q * V, V, H * V, 1), dtype=q.dtype)  # step 5 is then a view
+    dtype, shape, k_shape, v_shape = q.dtype, q.shape, k.shape, v.shape
+    (B, H, Q, _), K, V = shape, k_shape[2], v_shape[3]
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    strides = (H * Q * V, V, H * V, 1)  # step 5 is then a view
+    out = torch.empty_strided((B, H, Q, V), strides, dtype=dtype)
     lse = torch.empty(B, H, Q, dtype=exact) if want_lse else None
     state = torch.empty(B, H, Q, 2, dtype=exact) if want_state else None
     bias = None if bias is None else bias.to(exact)
@@ -117,17 +181,17 @@ def attend(
     assert native.module is not None
     native.module.attend(
         q.data_ptr(),
-        tuple(q.shape),
+        shape,
         q.stride(),
         k.data_ptr(),
-        tuple(k.shape),
+        k_shape,
         k.stride(),
         v.data_ptr(),
-        tuple(v.shape),
+        v_shape,
         v.stride(),
         out.data_ptr(),
-        out.stride(),
-        DTYPES[q.dtype],
+        strides,
+        DTYPES[dtype],
         scale,
         torch.get_num_threads(),
         lse=0 if lse is None else lse.data_ptr(),
@@ -172,13 +236,13 @@ def backward(
     assert native.module is not None
     native.module.backward(
         q.data_ptr(),
-        tuple(q.shape),
+        q.shape,
         q.stride(),
         k.data_ptr(),
-        tuple(k.shape),
+        k.shape,
         k.stride(),
         v.data_ptr(),
-        tuple(v.shape),
+        v.shape,
         v.stride(),
         d_out.data_ptr(),
         d_out.stride(),

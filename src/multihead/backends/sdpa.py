@@ -1,16 +1,19 @@
 """torch's fused kernels as a backend, used only where they can give our semantics exactly.
 
-They have no softcap, no sinks and no dropout of ours, align causal masks top-left, may give NaN for a query that sees
-nothing, let a NaN under the mask through, and over a few keys give 0 for a query of NaN. The first three are refused;
-the rest is made good here.
+They have no softcap, no sinks, no dropout of ours and no second derivative, align causal masks top-left, may give NaN
+for a query that sees nothing or hides a score too large for its dtype, let a NaN under the mask through, and over a few
+keys give 0 for a query of NaN. What they do not have, and scores that may overflow, is refused; the rest is made good
+here.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from multihead.backends import Call
-from multihead.intervals import inside_torch_func
+from multihead.intervals import inside_torch_func, readable
 from multihead.steps import known_finite, only_finite, repeat_heads
 
 FEW_KEYS = 64  # more than any CPU's vector has lanes: below that torch's CPU kernel may lose a NaN
@@ -30,9 +33,11 @@ class SDPA:
         if call.want_lse and call.needs_grad:
             return "the log-sum-exp is a pass of its own here, without a gradient"
         if inside_torch_func():
-            return "torch's fused kernels have no batching rule for torch.func"
+            return "torch's fused kernels have no rule for torch.func or forward-mode derivatives"
         if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
             return "torch's fused kernels are not defined for empty sequences"
+        if not (call.visible.is_everything and call.bias is None) and may_overflow(call):
+            return "a score may overflow, and torch's fused kernels make NaN of one that is hidden"
         return None
 
     def note(self, call: Call) -> str:
@@ -64,8 +69,46 @@ class SDPA:
         return out if finite else poison(out, call, allowed), lse
 
 
+def may_overflow(call: Call) -> bool:
+    """Whether some q·k of finite numbers may be too large for what the kernels compute in, as far as is known."""
+    largest = float(call.q.shape[-1]) * max(1.0, abs(call.scale))
+    for t in (call.q.detach(), call.k.detach()):
+        if not readable(t):
+            return False
+        low, high = torch.aminmax(t)
+        if not (low.isfinite() and high.isfinite()):
+            low, high = torch.aminmax(only_finite(t))
+        largest *= max(-float(low), float(high))
+    return largest >= torch.finfo(torch.promote_types(call.q.dtype, torch.float32)).max
+
+
+class _Once(torch.autograd.Function):
+    """The same tensor, whose gradient has no gradient of its own, and says so when asked for one."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Last.apply(*gradients)
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("backend='sdpa' has no second derivative: torch's fused kernels have none; name 'reference'")
+
+
 def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, **mask: object) -> Tensor:
     grouped = k.shape[1] != q.shape[1]
+    if call.needs_grad and not torch.compiler.is_compiling():
+        q, k, v = (_Once.apply(t) if t.requires_grad else t for t in (q, k, v))
+        mask = {name: _Once.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for name, t in mask.items()}
     return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
 
 

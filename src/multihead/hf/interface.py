@@ -83,10 +83,13 @@ def attention(
         watcher(query, key, visible, options)
     k, v, seen, cut_bias = _cut(key, value, visible, bias)
     dropped = dropout if module.training else 0.0
-    heads: Any = attend(query, k, v, seen, dropout=dropped, **{**options, "bias": cut_bias})  # (B, H, Q, V)
+    asked = _asked(output_attentions)
+    with_lse = asked and not torch.is_grad_enabled()  # where a gradient may be wanted, the weights do without it
+    heads: Any = attend(query, k, v, seen, dropout=dropped, return_lse=with_lse, **{**options, "bias": cut_bias})
+    heads, lse = heads if with_lse else (heads, None)  # (B, H, Q, V), (B, H, Q)
     for edit in getattr(module, EDITS, ()):
         heads = edit(heads)
-    weights = look(query, key, visible, **options).weights().to(query.dtype) if _asked(output_attentions) else None
+    weights = look(query, key, visible, lse=lse, **options).weights().to(query.dtype) if asked else None
     return heads.transpose(1, 2).contiguous(), weights
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.cases import goal
-from benchmarks.ceilings import Ceilings
-from benchmarks.runner import CaseResult
+from multihead.bench.cases import goal
+from multihead.bench.ceilings import Ceilings
+from multihead.bench.runner import CaseResult
 
 COLUMNS = (
     "case", "ours", "of ceiling", "A/A", "peer", "ratio", "95 % interval", "min/min", "goal", "verdict", "blocks",

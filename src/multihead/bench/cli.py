@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what to measure, and where to write it."""
+"""`multihead bench`: what to measure, and where to write it."""
 
 import argparse
 import sys
@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import multihead
-from benchmarks.cases import PEERS, select
-from benchmarks.ceilings import measure_ceilings
-from benchmarks.machine import describe
-from benchmarks.measure import FEWEST_BLOCKS
-from benchmarks.report import Report, as_json, ceiling_lines, markdown, notes, table, write
-from benchmarks.runner import run_case
+from multihead.bench.cases import PEERS, select
+from multihead.bench.ceilings import measure_ceilings
+from multihead.bench.machine import describe
+from multihead.bench.measure import FEWEST_BLOCKS
+from multihead.bench.report import Report, as_json, ceiling_lines, markdown, notes, table, write
+from multihead.bench.runner import run_case
 
 SECONDS, QUICK_SECONDS = 15.0, 3.0
 
@@ -23,7 +23,8 @@ SECONDS, QUICK_SECONDS = 15.0, 3.0
 def main(arguments=None):
     options = parse(arguments)
     console = Console()
-    cases = select(options.case, options.quick, named=options.list)
+    quick = not (options.full or options.case or options.list)
+    cases = select(options.case, quick, named=options.list)
     if not cases:
         sys.exit(f"no case matches {' or '.join(options.case)}: --list names them all")
     if options.list:
@@ -32,7 +33,7 @@ def main(arguments=None):
         return 0
     torch.set_num_threads(options.threads)
     with multihead.backend(options.backend) if options.backend else nullcontext():
-        report = run(cases, options, console)
+        report = run(cases, options, console, options.seconds_per_case or (QUICK_SECONDS if quick else SECONDS))
     console.print(*ceiling_lines(report.ceilings), sep="\n", highlight=False)
     console.print(table(report))
     for note in notes(report):
@@ -45,9 +46,8 @@ def main(arguments=None):
     return 1 if any(result.refused for result in report.results) else 0
 
 
-def run(cases, options, console):
+def run(cases, options, console, seconds):
     """Measure the ceilings, the cases, and the ceilings again: a machine that was busy once may not be twice."""
-    seconds = options.seconds_per_case or (QUICK_SECONDS if options.quick else SECONDS)
     machine = describe(options.threads, options.backend)
     results = []
     bar = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
@@ -76,12 +76,12 @@ def run(cases, options, console):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
+        prog="multihead bench",
         description="Time multihead side by side with its peers: results checked first, losses shown. "
         "Keep the machine otherwise idle.",
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="a short list of cases, less time for each")
+    add("--full", action="store_true", help="every case, and more time for each; a short list unless given")
     add(
         "--case",
         metavar="PATTERN",
@@ -101,7 +101,7 @@ def parse(arguments):
         "--seconds-per-case",
         type=_positive(float),
         metavar="S",
-        help=f"shared by a case's comparisons (default: {SECONDS:g}, with --quick {QUICK_SECONDS:g}); "
+        help=f"shared by a case's comparisons (default: {QUICK_SECONDS:g}, with --full or --case {SECONDS:g}); "
         f"never fewer than {FEWEST_BLOCKS} blocks each",
     )
     add("--backend", metavar="NAME", help="name the backend of multihead instead of letting it choose")

@@ -6,8 +6,8 @@ Whatever can be made beforehand (a dense mask, a padded batch) is made beforehan
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.cases import GROUPED, PER_DOCUMENT, SDPA
-from benchmarks.measure import Local
+from multihead.bench.cases import GROUPED, PER_DOCUMENT, SDPA
+from multihead.bench.measure import Local
 
 
 def plain(case, q, k, v):

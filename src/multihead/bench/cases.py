@@ -17,7 +17,8 @@ NN, FUSED = "nn.MultiheadAttention", "torch, fused by hand"
 ORT, OPENVINO = "ONNX Runtime", "OpenVINO"
 LAYER_PEERS = (NN, FUSED, ORT, OPENVINO)
 ONE_ATTEND, MATERIALISED = "one attend of the same size", "torch, all weights in memory"
-PEERS = (SDPA, PER_DOCUMENT, GROUPED, *LAYER_PEERS, ONE_ATTEND, MATERIALISED)
+HF_SDPA, HF_EAGER = "transformers, sdpa", "transformers, eager"
+PEERS = (SDPA, PER_DOCUMENT, GROUPED, *LAYER_PEERS, ONE_ATTEND, MATERIALISED, HF_SDPA, HF_EAGER)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Attend:
     mask: Mask
     why: str
     goals: dict[str, float] = field(default_factory=dict, hash=False)  # ratio to reach, by peer; 1 where none is named
-    quick: bool = False  # in the short list of --quick
+    quick: bool = False  # in the short list
 
     @property
     def name(self):
@@ -169,6 +170,50 @@ class Lens:
         return self.B * self.H * self.N * self.D * FLOAT
 
 
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face model with random weights, a whole forward pass, on our attention and on transformers' own."""
+
+    kind: str  # "ViT" (images of 224 × 224, so N is 197), "BERT" or "Llama"
+    size: str
+    B: int
+    N: int
+    E: int
+    H: int
+    G: int
+    F: int  # width between the two matrices of the feed-forward part
+    layers: int
+    why: str
+    attentions: bool = False  # whether output_attentions=True, against the attention that can: eager
+    goals: dict[str, float] = field(default_factory=dict, hash=False)
+    quick: bool = False
+
+    @property
+    def name(self):
+        return f"model/{self.kind}-{self.size}/{self.B}x{self.N}{'/attentions' if self.attentions else ''}"
+
+    @property
+    def peers(self):
+        return (HF_EAGER,) if self.attentions else (HF_SDPA,)
+
+    @property
+    def matrices(self):
+        """Numbers in the matrices of all layers; a Llama's feed-forward part has three."""
+        narrow = 2 * self.E * self.E * self.G // self.H  # k and v
+        return self.layers * (2 * self.E**2 + narrow + (3 if self.kind == "Llama" else 2) * self.E * self.F)
+
+    @property
+    def flops(self):
+        """Every matrix for every token, and attention over visible pairs."""
+        pairs = (CAUSAL if self.kind == "Llama" else FULL).pairs(self.N, self.N)
+        return self.B * (2 * self.N * self.matrices + 4 * self.layers * pairs * self.E)
+
+    @property
+    def bytes(self):
+        """The matrices, read once."""
+        return self.matrices * FLOAT
+
+
 def goal(case, peer):
     return case.goals.get(peer, 1.0)
 
@@ -223,6 +268,18 @@ CASES = [
 
     *lens(1, 8,  2048, 64, "where a peer that keeps the weights still fits"),
     *lens(1, 8, 32768, 64, "all weights would need 34 GB", fits=False, named=True),
+
+    # kind    size     B    N    E   H   G     F  layers
+    Model("ViT",   "tiny",  1,  197, 192,  3,  3,  768, 12, "DeiT-tiny: an image at a time", quick=True),
+    Model("ViT",   "base",  1,  197, 768, 12, 12, 3072, 12, "ViT-B/16: the attention is a small part of it"),
+    Model("BERT",  "tiny",  8,  128, 128,  2,  2,  512,  2, "the smallest BERT: the calls are the cost"),
+    Model("BERT",  "base",  1,  512, 768, 12, 12, 3072, 12, "an encoder at its full length"),
+    Model("Llama", "tiny",  1,  256, 288,  6,  6,  768,  6, "the size of a story-teller"),
+    Model("Llama", "base",  1,  512, 768, 12,  4, 2048, 12, "grouped heads, causal"),
+    Model("Llama", "small", 1, 4096, 512,  8,  4, 1376,  4, "prefill of 4096 tokens"),
+    Model("ViT",   "tiny",  1,  197, 192,  3,  3,  768, 12, "attentions of every layer", attentions=True),
+    Model("BERT",  "base",  1,  512, 768, 12, 12, 3072, 12, "attentions of every layer", attentions=True),
+    Model("Llama", "small", 1, 1024, 512,  8,  4, 1376,  4, "half of them are hidden", attentions=True),
 ]
 # fmt: on
 

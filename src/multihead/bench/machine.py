@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 TOLD_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512", "avx_vnni", "amx", "asimd", "sve", "bf16")  # prefixes
-PACKAGES = ("multihead", "torch", "onnx", "onnxruntime", "openvino", "numpy")
+PACKAGES = ("multihead", "torch", "onnx", "onnxruntime", "openvino", "transformers", "numpy")
 
 
 def describe(threads, backend):
@@ -58,6 +58,8 @@ def commit():
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel"), "src", "multihead").resolve() != here.parent.resolve():
+            return "unknown"  # installed, perhaps in a folder of somebody else's repository
         return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -3,8 +3,8 @@
 import torch
 
 import multihead as mh
-from benchmarks.cases import ONE_ATTEND
-from benchmarks.measure import Local
+from multihead.bench.cases import ONE_ATTEND
+from multihead.bench.measure import Local
 
 NAME = "multihead"
 

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from benchmarks.cases import FUSED, NN
-from benchmarks.measure import Local
+from multihead.bench.cases import FUSED, NN
+from multihead.bench.measure import Local
 
 
 def packed(weights):

@@ -4,18 +4,16 @@ import importlib.util
 import multiprocessing
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
-from benchmarks.cases import OPENVINO, ORT
-from benchmarks.oracle import WrongResult, check
-from benchmarks.peers import child
+from multihead.bench.cases import OPENVINO, ORT
+from multihead.bench.oracle import WrongResult, check
+from multihead.bench.peers import child
 
 REST = 0.05  # seconds until a runtime's idle threads sleep; 12 ms were seen to be too few
 PATIENCE = 300  # seconds for one answer
 TRIAL = 0.1  # seconds to try each form of the graph for
-ROOT = Path(__file__).parents[2]  # where `benchmarks` is found
 MODULES = {ORT: "onnxruntime", OPENVINO: "openvino"}
 
 
@@ -34,8 +32,9 @@ class Runtime:
         # run the caller's main module again.
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
-            command = [sys.executable, "-m", child.__name__, str(theirs.fileno()), MODULES[name], str(threads)]
-            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+            # By its file and not as a module of this package, which would import torch.
+            command = [sys.executable, "-P", child.__file__, str(theirs.fileno()), MODULES[name], str(threads)]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
     def ask(self, *message):
         try:
@@ -73,7 +72,7 @@ def build(name, case, x, weights, threads, exact, bound):
     for module in ("onnx", MODULES[name]):
         if importlib.util.find_spec(module) is None:
             raise Unavailable(f"{module} is not installed")
-    from benchmarks.peers.graphs import FORMS, layer_graph
+    from multihead.bench.peers.graphs import FORMS, layer_graph
 
     arrays = {key: value.numpy() for key, value in weights.items()}
     sizes = {"batch": case.B, "length": case.N, "heads": case.H, "causal": case.mask.causal}

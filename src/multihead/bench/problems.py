@@ -2,9 +2,9 @@
 
 import torch
 
-from benchmarks import oracle, ours
-from benchmarks.cases import ONE_ATTEND, Attend, Layer, Lens
-from benchmarks.peers import layers, runtimes, sdpa, weights
+from multihead.bench import models, oracle, ours
+from multihead.bench.cases import ONE_ATTEND, Attend, Layer, Lens, Model
+from multihead.bench.peers import layers, runtimes, sdpa, weights
 
 
 class AttendProblem:
@@ -61,7 +61,24 @@ class LensProblem:
         return weights.BUILDERS[name](self.case, self.q, self.k)
 
 
-PROBLEMS = {Attend: AttendProblem, Layer: LayerProblem, Lens: LensProblem}
+class ModelProblem:
+    def __init__(self, case, threads, seed=0):
+        self.case = case
+        self.model, self.inputs = models.build(case, seed)
+        self.exact, plain = (
+            models.answer(case, self.model, self.inputs, t).double() for t in (torch.float64, torch.float32)
+        )
+        # Layers multiply a rounding, by chance more on one side: see assert_as_exact_as_eager in tests/test_hf.py.
+        self.bound = oracle.bound_of(self.exact, plain.float()) * oracle.PEER_ALLOWANCE
+
+    def ours(self):
+        return models.contender(self.case, self.model, self.inputs, models.OURS, ours.NAME)
+
+    def peer(self, name):
+        return models.contender(self.case, self.model, self.inputs, models.ATTENTIONS[name], name)
+
+
+PROBLEMS = {Attend: AttendProblem, Layer: LayerProblem, Lens: LensProblem, Model: ModelProblem}
 
 
 def problem_of(case, threads):

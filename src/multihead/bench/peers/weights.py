@@ -2,9 +2,9 @@
 
 import torch
 
-from benchmarks.cases import MATERIALISED
-from benchmarks.measure import Local
-from benchmarks.ours import flat
+from multihead.bench.cases import MATERIALISED
+from multihead.bench.measure import Local
+from multihead.bench.ours import flat
 
 
 def materialised(case, q, k):

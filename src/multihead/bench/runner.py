@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.measure import Comparison, compare
-from benchmarks.oracle import PEER_ALLOWANCE, WrongResult, check
-from benchmarks.peers.runtimes import Unavailable
-from benchmarks.problems import problem_of
+from multihead.bench.measure import Comparison, compare
+from multihead.bench.oracle import PEER_ALLOWANCE, WrongResult, check
+from multihead.bench.peers.runtimes import Unavailable
+from multihead.bench.problems import problem_of
 
 
 @dataclass
@@ -40,9 +40,9 @@ def run_case(case, *, threads, seconds, skipped=(), step=lambda part, done, tota
     """
     outcome = CaseResult(case)
     step("inputs", 0, 1)
-    problem = problem_of(case, threads)
-    outcome.bound = problem.bound
     try:
+        problem = problem_of(case, threads)
+        outcome.bound = problem.bound
         ours = problem.ours()
         outcome.backend = ours.detail
         outcome.error = check(ours.name, ours.result(), problem.exact, problem.bound)

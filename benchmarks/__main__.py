@@ -1,8 +1,0 @@
-"""Start of `python -m benchmarks`."""
-
-import sys
-
-from benchmarks.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
