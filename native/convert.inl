@@ -55,7 +55,7 @@ void widen(const void* source, Type type, index n, T* to) {
   } else if (type == Type::f16) {
     const auto* from = static_cast<const std::uint16_t*>(source);
     for (index i = 0; i < n; ++i) to[i] = from_f16(from[i]);
-  } else {
+  } else if (n) {  // a statistics pass has no values, and no address of them
     std::memcpy(to, source, n * sizeof(T));
   }
 }
@@ -68,7 +68,7 @@ void narrow(const T* from, Type type, index n, void* target) {
   } else if (type == Type::f16) {
     auto* to = static_cast<std::uint16_t*>(target);
     for (index i = 0; i < n; ++i) to[i] = to_f16(static_cast<float>(from[i]));
-  } else {
+  } else if (n) {
     std::memcpy(target, from, n * sizeof(T));
   }
 }
