@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_show_prints_the_running_example() -> None:
-    shown = run("show", "I love pepperoni pizza", "--mask", "causal")
+    shown = run("show", "I love pepperoni pizza", "--example", "--mask", "causal")
     assert shown.returncode == 0, shown.stderr
     for part in (
         "4 items of width 1024, 8 heads of width 128",
@@ -35,17 +35,19 @@ def test_show_prints_the_running_example() -> None:
         "head 7",
     ):
         assert part in shown.stdout
-    assert shown.stdout == run("show").stdout, "the same sentence gives the same numbers"
+    assert shown.stdout == run("show", "--example").stdout, "the same sentence gives the same numbers"
 
 
 def test_show_takes_sizes_and_masks() -> None:
-    shown = run("show", "to be or not to be", "--tokens", "3", "--width", "32", "--heads", "2", "--mask", "none")
+    shown = run(
+        "show", "to be or not to be", "--example", "--tokens", "3", "--width", "32", "--heads", "2", "--mask", "none"
+    )
     assert "3 items of width 32, 2 heads of width 16" in shown.stdout
     assert "no mask" in shown.stdout
 
 
 def test_words_in_brackets_are_words() -> None:
-    shown = run("show", "[bold] love [/nope]", "--width", "16", "--heads", "2")
+    shown = run("show", "[bold] love [/nope]", "--example", "--width", "16", "--heads", "2")
     assert shown.returncode == 0
     assert "love  [/nope]" in shown.stdout  # the columns of the scores
 
@@ -103,8 +105,8 @@ def test_help_and_version() -> None:
 BAD = [
     (["shapes", "1000", "7"], "heads=7 does not divide E=1000"),
     (["shapes", "12", "6", "--kv-heads", "4"], "kv_heads=4 does not divide heads=6"),
-    (["show", "  "], "the text is empty"),
-    (["show", "two words", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
+    (["show", "--example", "  "], "the text is empty"),
+    (["show", "two words", "--example", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
     (["show", "--mask", "diagonal"], "'diagonal' is not one of"),
     (["shapes", "wide", "8"], "Invalid value for 'E'"),
     (["paint"], "No such command 'paint'"),

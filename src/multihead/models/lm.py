@@ -1,0 +1,169 @@
+"""A language model on the layer: tokens, a causal mask, RoPE, and a key/value cache to write with.
+
+B batch · N tokens · E model width. Token i sees tokens 0…i, and of those the newest `context`: a longer text slides
+through that window, so that a token costs the same however many came before.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from multihead.cache import Cache
+from multihead.masks import Causal
+from multihead.models.blocks import Stack
+from multihead.sizes import require_int
+
+if TYPE_CHECKING:
+    from multihead.models.texts import Tokenizer
+
+
+class LanguageModel(Stack):
+    """Token embedding, pre-norm blocks with RoPE, and the embedding once more as the output.
+
+    Args:
+        vocabulary: how many tokens there are.
+        width: E, the width of the model.
+        heads: H, the heads of each layer.
+        layers: how many blocks.
+        context: how many of the newest tokens a token sees, itself included.
+        tokenizer: what cuts text into tokens, for `generate`; a model of bare token numbers needs none.
+
+    >>> lm = mh.models.LanguageModel(vocabulary=50, width=32, heads=4, layers=2, context=16)
+    >>> lm(torch.tensor([[5, 6, 7]])).shape
+    torch.Size([1, 3, 50])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int = 256,
+        heads: int = 8,
+        layers: int = 4,
+        context: int = 256,
+        tokenizer: "Tokenizer | None" = None,
+    ) -> None:
+        require_int("vocabulary", vocabulary, 1)
+        super().__init__(width, heads, layers, rope=True)
+        self.settings = {
+            "vocabulary": vocabulary, "width": width, "heads": heads, "layers": layers, "context": context,
+        }  # fmt: skip
+        self.context, self.tokenizer = context, tokenizer
+        self.mask = Causal(window=require_int("context", context, 1))
+        self.embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def embed(self, items: Tensor) -> Tensor:
+        return self.embedding(items)
+
+    def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+        """For each token, the logits of the one that follows: (B, N) whole numbers → (B, N, vocabulary)."""
+        return linear(self.contextualise(tokens, caches), self.embedding.weight)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """The mean of −ln p of each token of (B, N) but the first."""
+        logits = self(tokens[:, :-1])
+        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def new_caches(self, batch: int = 1) -> list[Cache]:
+        """A sliding cache for each layer."""
+        return [block.attention.new_cache(batch=batch, window=self.context) for block in self.layers]
+
+    def continuations(
+        self,
+        tokens: Sequence[int],
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        cached: bool = True,
+    ) -> Iterator[int]:
+        """Token after token, without an end. `cached=False` reads everything again for each: slow, the same tokens."""
+        vocabulary, said = self.embedding.num_embeddings, list(tokens)
+        wrong = [token for token in said if not 0 <= token < vocabulary]
+        if not said or wrong:
+            raise ValueError(f"tokens={wrong or said}: expected at least one, each of 0…{vocabulary - 1}")
+        _check_sampling(temperature, top_k, top_p)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        caches = self.new_caches() if cached else None
+        new = said
+        while True:
+            with torch.inference_mode():
+                logits = self(torch.tensor([new]), caches)[0, -1]
+            token = choose(logits, temperature, top_k, top_p, generator)
+            yield token
+            said.append(token)
+            new = [token] if cached else said
+
+    def generate(
+        self,
+        text: str,
+        tokens: int = 50,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> str:
+        """What the model writes after `text`.
+
+        Args:
+            text: the beginning.
+            tokens: how many to write, at most: the end of a document ends it too.
+            temperature: 0 always takes the likeliest token; 1 draws them as likely as the model holds them.
+            top_k: draw only from the so many likeliest.
+            top_p: draw only from the likeliest that together have this probability.
+            seed: the same text for the same seed; torch's own generator unless given.
+            stop: end before the first of these.
+
+        >>> lm = mh.models.load("lm")
+        >>> lm.generate("The United States of", tokens=1, temperature=0)
+        ' America'
+        """
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give LanguageModel(tokenizer=…), or use continuations()")
+        require_int("tokens", tokens, 0)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if "" in stops:
+            raise ValueError(f"stop={stop!r}: expected texts that are not empty")
+        begun, written = self.tokenizer.begin(text), ""
+        new: list[int] = []
+        following = self.continuations(begun, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        for token in islice(following, tokens):
+            if token == self.tokenizer.end:
+                break
+            new.append(token)
+            written = self.tokenizer.decode(new)
+            found = [at for at in map(written.find, stops) if at >= 0]
+            if found:
+                return written[: min(found)]
+        return written
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> int:
+    """A token, drawn by its logits (vocabulary,). Ties go to the lowest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits, order = (logits.double() / temperature).sort(descending=True, stable=True)
+    p = logits.softmax(-1)
+    before = p.cumsum(-1) - p  # the probability of those that are likelier
+    keep = torch.ones_like(p, dtype=torch.bool) if top_p is None else before < top_p
+    if top_k is not None:
+        keep[top_k:] = False
+    return int(order[torch.multinomial(p * keep, 1, generator=generator)])
+
+
+def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature}: expected a number of at least 0")
+    if top_k is not None:
+        require_int("top_k", top_k, 1)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: expected a probability above 0, at most 1")
