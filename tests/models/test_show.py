@@ -1,28 +1,29 @@
 """`multihead show` and `multihead train`, as a user meets them: in a process of their own."""
 
-import os
+import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console, RenderableType
 
 import multihead as mh
 from multihead import screens
 from tests.test_cli import run
 
 
-def printed(what: object, width: int = 80) -> str:
-    from rich.console import Console
-
-    console = Console(width=width, record=True, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115
+def printed(what: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, file=StringIO(), highlight=False)
     console.print(what)
-    return console.export_text()
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
 
 
 def test_text_goes_through_the_language_model() -> None:
@@ -94,8 +95,11 @@ def test_screens_fit_the_terminal(width: int) -> None:
 
 
 def test_text_beyond_the_context_is_shown_in_part() -> None:
-    shown = printed(screens.show("all the king's horses " * 100))
-    assert "(the first 16 of" in shown
+    said = "all the king's horses " * 10_000
+    shown = printed(screens.show(said))
+    whole = len(mh.models.load("lm").tokenizer.begin(said))
+    assert f"The first 256 of {whole} tokens" in shown
+    assert "(the first 16 of 256 items)" in shown
 
 
 def test_colour_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +173,50 @@ def test_a_hugging_face_folder_is_shown(tmp_path: Path) -> None:
         screens.show("I love pizza", 2, str(tmp_path))
     with pytest.raises(ValueError, match="is empty"):
         screens.show(" ", 0, str(tmp_path))
+
+
+def write_gguf(file: Path) -> None:
+    """A llama with random weights and two layers, and the tokenizer of our language model."""
+    gguf = pytest.importorskip("gguf")
+    bpe = json.loads(mh.models.load("lm").tokenizer.json)["model"]
+    width, heads, inner = 32, 4, 48
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(bpe["vocab"]))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].get))
+    writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    shapes = {"token_embd": (len(bpe["vocab"]), width), "output": (len(bpe["vocab"]), width), "output_norm": (width,)}
+    for n in range(2):
+        shapes |= {
+            f"blk.{n}.attn_q": (width, width), f"blk.{n}.attn_k": (16, width), f"blk.{n}.attn_v": (16, width),
+            f"blk.{n}.attn_output": (width, width), f"blk.{n}.ffn_gate": (inner, width), f"blk.{n}.ffn_up": (inner, width),
+            f"blk.{n}.ffn_down": (width, inner), f"blk.{n}.attn_norm": (width,), f"blk.{n}.ffn_norm": (width,),
+        }  # fmt: skip
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_shown(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_gguf(tmp_path / "tiny.gguf")
+    shown = printed(screens.show("I love pizza", 1, str(tmp_path / "tiny.gguf")), 100)
+    assert "Layer 1 of" in shown
+    assert "with layers 0…1" in shown
+    assert "␣love" in shown
+    assert "head 3" in shown
 
 
 def test_training_stops_on_ctrl_c_and_goes_on(tmp_path: Path) -> None:

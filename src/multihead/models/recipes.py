@@ -40,7 +40,7 @@ class Size:
     rows: int
 
 
-LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 3, 2000, 8)}  # small: the one in the package
+LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 3, 1200, 8)}  # small: the one in the package
 VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 11000, 50)}
 LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
@@ -81,7 +81,7 @@ def train_lm(
     tokens = texts.pack(kept, tokenizer)
     torch.manual_seed(seed)
     model = LanguageModel(tokenizer.size, given.width, LM_HEADS, given.layers, CONTEXT, tokenizer)
-    recipe = Recipe(given.steps if steps is None else steps, given.rows, seed=seed)
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=2e-3, seed=seed)
     starts = [document[:2000] for document in held]
     done = train(
         model,
