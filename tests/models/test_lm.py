@@ -182,6 +182,15 @@ def test_any_text_survives_the_tokenizer(lm: LanguageModel) -> None:
     assert "".join(lm.tokenizer.pieces("I love pepperoni pizza")) == "I love pepperoni pizza"
 
 
+def test_one_head_starts_by_looking_at_the_token_before() -> None:
+    model = LanguageModel(61, width=64, heads=4, layers=2, context=32)
+    first_layer, second_layer = model.look(torch.randint(61, (4, 32)))
+    scores = mh.heads.previous_token(first_layer).mean(0)
+    assert scores[0] > 0.8
+    assert scores[1:].max() < 0.3
+    assert mh.heads.previous_token(second_layer).max() < 0.3
+
+
 def test_a_step_is_the_same_on_every_backend() -> None:
     losses, gradients = {}, {}
     for backend in ("native", "sdpa", "reference"):

@@ -178,6 +178,7 @@ def test_a_hugging_face_folder_is_shown(tmp_path: Path) -> None:
 def write_gguf(file: Path) -> None:
     """A llama with random weights and two layers, and the tokenizer of our language model."""
     gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
     bpe = json.loads(mh.models.load("lm").tokenizer.json)["model"]
     width, heads, inner = 32, 4, 48
     writer = gguf.GGUFWriter(file, "llama")

@@ -155,9 +155,7 @@ def _start_as_previous_token(attention: MultiHeadAttention, head: int) -> None:
     D, rope, scale = attention.sizes.D, attention.rope, attention.scale
     assert rope is not None
     fast = torch.zeros(1, 1, 1, D)
-    fast[..., : min(3, D // 2)] = (
-        7.5 / scale
-    ) ** 0.5  # the fast pairs tell neighbours apart: by five, before the softmax
+    fast[..., : min(3, D // 2)] = (7.5 / scale) ** 0.5  # the fast pairs tell neighbours apart: by five in the scores
     rows = slice(head * D, (head + 1) * D)
     with torch.no_grad():
         for projection, offset in ((attention.q_proj, -1), (attention.k_proj, 0)):
