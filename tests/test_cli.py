@@ -95,7 +95,7 @@ def test_info_says_what_is_there() -> None:
 
 
 def test_help_and_version() -> None:
-    for arguments in (["--help"], ["show", "--help"], ["shapes", "-h"], ["info", "--help"]):
+    for arguments in (["--help"], ["show", "--help"], ["shapes", "-h"], ["train", "--help"], ["info", "--help"]):
         helped = run(*arguments)
         assert helped.returncode == 0
         assert "Usage" in helped.stdout

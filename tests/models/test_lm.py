@@ -8,7 +8,7 @@ import torch
 
 import multihead as mh
 from multihead.models import LanguageModel, recipes, texts
-from multihead.models.lm import choose
+from multihead.models.sampling import choose
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,7 @@ def test_choices_have_the_probabilities_asked_for() -> None:
         ({"top_p": 0.71}, torch.tensor([0, 4 / 9, 2 / 9, 3 / 9])),
         ({"top_p": 1e-9}, torch.tensor([0.0, 1, 0, 0])),
         ({"temperature": 0.0}, torch.tensor([0.0, 1, 0, 0])),
+        ({"temperature": 1e-320}, torch.tensor([0.0, 1, 0, 0])),
     ):
         assert (frequencies(**options) - expected).abs().max() < close, options
 

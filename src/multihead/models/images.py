@@ -6,6 +6,7 @@ images to train on and 10,000 to test with, 28 × 28 pixels, a light thing on bl
 
 import gzip
 import os
+import warnings
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,10 @@ def _open(image: "Source") -> "Image.Image":
         if not path.is_file():
             raise FileNotFoundError(f"{path}: there is no such file")
         try:
-            with Image.open(path) as picture:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                picture = Image.open(path)
+            with picture:
                 if picture.width * picture.height > MOST_PIXELS:
                     raise ValueError(
                         f"{path} has {picture.width} × {picture.height} pixels: expected at most {MOST_PIXELS:,}"
@@ -81,7 +85,7 @@ def _open(image: "Source") -> "Image.Image":
                 return picture
         except UnidentifiedImageError as error:
             raise ValueError(f"{path} is not an image that Pillow knows") from error
-        except Image.DecompressionBombError as error:
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ValueError(f"{path} is too large: {error}") from error
         except (OSError, SyntaxError, EOFError, zlib.error) as error:
             raise ValueError(f"{path} is damaged: {error}") from error

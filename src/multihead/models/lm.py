@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 from multihead.cache import Cache
 from multihead.layer import MultiHeadAttention
 from multihead.masks import Causal
+from multihead.models import sampling
 from multihead.models.blocks import Stack
 from multihead.sizes import require_int
 
@@ -89,14 +90,14 @@ class LanguageModel(Stack):
         wrong = [token for token in said if not 0 <= token < vocabulary]
         if not said or wrong:
             raise ValueError(f"tokens={wrong or said}: expected at least one, each of 0…{vocabulary - 1}")
-        _check_sampling(temperature, top_k, top_p)
+        sampling.check(temperature, top_k, top_p)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         caches = self.new_caches() if cached else None
         new = said
         while True:
             with torch.inference_mode():
-                logits = self(torch.tensor([new]), caches)[0, -1]
-            token = choose(logits, temperature, top_k, top_p, generator)
+                logits = self(torch.tensor([new], device=self.embedding.weight.device), caches)[0, -1]
+            token = sampling.choose(logits, temperature, top_k, top_p, generator)
             yield token
             said.append(token)
             new = [token] if cached else said
@@ -161,27 +162,3 @@ def _start_as_previous_token(attention: MultiHeadAttention, head: int) -> None:
         for projection, offset in ((attention.q_proj, -1), (attention.k_proj, 0)):
             projection.weight[rows] *= 0.1
             projection.bias[rows] = rope.rotate(fast, torch.tensor([offset])).flatten()
-
-
-def choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> int:
-    """A token, drawn by its logits (vocabulary,). Ties go to the lowest."""
-    if temperature == 0:
-        return int(logits.argmax())
-    logits, order = (logits.double() / temperature).sort(descending=True, stable=True)
-    p = logits.softmax(-1)
-    before = p.cumsum(-1) - p  # the probability of those that are likelier
-    keep = torch.ones_like(p, dtype=torch.bool) if top_p is None else before < top_p
-    if top_k is not None:
-        keep[top_k:] = False
-    return int(order[torch.multinomial(p * keep, 1, generator=generator)])
-
-
-def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature}: expected a number of at least 0")
-    if top_k is not None:
-        require_int("top_k", top_k, 1)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: expected a probability above 0, at most 1")
