@@ -241,6 +241,9 @@ def train(
     data: Annotated[
         Path | None, typer.Option(help="lm: a text file or a folder of them. vit: a folder of images for each label.")
     ] = None,
+    start: Annotated[str | None, typer.Option(help="Start from a trained model: lm, vit, or a file.")] = None,
+    rate: Annotated[float | None, typer.Option(help="The highest learning rate; by kind unless given.")] = None,
+    shift: Annotated[int | None, typer.Option(help="vit: move images by up to so many pixels.", min=0)] = None,
 ) -> None:
     """Train a model from scratch, or go on where a training in the same folder was stopped.
 
@@ -250,7 +253,11 @@ def train(
     """
     from multihead.models import progress
 
-    progress.run(kind.value, out, Console(highlight=False), size=size, steps=steps, seed=seed, data=data)
+    options = {"start": start, "rate": rate, "shift": shift}
+    if kind is Kind.lm and shift is not None:
+        raise ValueError(f"--shift={shift} is for images: expected it with vit")
+    given = {name: value for name, value in options.items() if value is not None}
+    progress.run(kind.value, out, Console(highlight=False), size=size, steps=steps, seed=seed, data=data, **given)
 
 
 @app.command()

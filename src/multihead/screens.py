@@ -39,8 +39,10 @@ def show(what: str, layer: int | None = None, model: str | None = None) -> Rende
     if model not in NAMES and Path(model).suffix != ".safetensors":
         if is_picture:
             raise ValueError(f"{what} is a picture: expected a text with --model={model}, a Hugging Face model")
-        import multihead.hf.screen
-
+        try:
+            import multihead.hf.screen
+        except ImportError as error:
+            raise ValueError(f'model={model!r}: a Hugging Face model needs `pip install "multihead[hf]"`') from error
         return multihead.hf.screen.show(model, what, 0 if layer is None else layer)
     loaded = load(model)
     if isinstance(loaded, VisionTransformer):
@@ -171,5 +173,8 @@ def _class_token(weights: Tensor, grid: int) -> RenderableType:
                 picture.append(ink, f"not bold rgb({heat},{round(heat * 0.55)},{60 - round(heat * 0.2)})")
             picture.append("\n")
         maps.append(picture.append(f"itself {100 * row[0]:.0f} %\n", "not bold dim"))
-    return Group(Text("the weight it gives to each patch, by head; no mask: every item sees every item", "italic"),
-                 Columns(maps, padding=(0, 3)))  # fmt: skip
+    return Group(
+        Text("no mask: every item sees every item", "italic"),
+        Text("the weight it gives to each patch, by head:", "italic"),
+        Columns(maps, padding=(0, 3)),
+    )

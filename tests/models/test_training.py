@@ -184,13 +184,13 @@ def test_one_long_document_is_held_out_in_part() -> None:
 
 def test_rows_repeat_themselves_as_often_as_asked() -> None:
     tokens, generator = torch.arange(10_000).int(), torch.Generator().manual_seed(0)
-    rows = texts.batch(tokens, 2000, 64, 0.25, generator)
-    assert rows.shape == (2000, 65)
+    rows = texts.batch(tokens, 2000, 96, 0.25, generator)
+    assert rows.shape == (2000, 97)
     plain = (rows.diff(dim=1) == 1).all(1)
     assert 0.2 < 1 - plain.float().mean() < 0.3
     for row in rows[~plain][:50]:
         period = len(set(row.tolist()))
-        assert 8 <= period <= 32
+        assert 4 <= period < 64
         assert torch.equal(row[period:], row[:-period])
     assert rows.max() > 9900
     assert (texts.batch(tokens, 200, 64, 0.0, generator).diff(dim=1) == 1).all()
@@ -237,11 +237,21 @@ def test_a_folder_of_labels_trains_a_model_that_loads(tmp_path: Path) -> None:
     vit = mh.models.load(trained.path)
     assert vit.labels == ["dark", "light"]
     assert vit.classify(tmp_path / "data" / "light" / "3.png")[0][0] == "light"
+    with pytest.raises(ValueError, match="start='vit': expected a vision transformer with the labels dark, light"):
+        recipes.train_vit(tmp_path, start="vit", data=tmp_path / "data")
 
 
 def test_a_file_of_text_trains_a_model_that_loads(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 200)
     trained = recipes.train_lm(tmp_path / "out", size="tiny", steps=12, data=tmp_path / "text.txt", vocabulary=300)
     loaded = mh.models.load(trained.path)
+    further = recipes.train_lm(
+        tmp_path / "further", size="tiny", steps=2, start=trained.path, rate=1e-9, data=tmp_path / "text.txt"
+    )
+    assert not equal(weights(further.model), weights(trained.model))
+    for a, b in zip(further.model.parameters(), trained.model.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="start='vit': expected a language model with a tokenizer"):
+        recipes.train_lm(tmp_path / "further", start="vit", data=tmp_path / "text.txt")
     assert loaded.generate("the cat", tokens=5, seed=0) == trained.model.generate("the cat", tokens=5, seed=0)
     assert equal(weights(loaded), weights(trained.model))

@@ -167,9 +167,18 @@ def test_refuses_in_words(make, message: str) -> None:
 
 def test_half_of_the_images_are_mirrored() -> None:
     pixels = torch.randint(256, (400, 28, 28), dtype=torch.uint8)
-    seen = images.mirror_some(pixels, torch.Generator().manual_seed(0))
+    seen = images.augment(pixels, 0, torch.Generator().manual_seed(0))
     as_it_is = (seen == pixels / 255).flatten(1).all(1)
     mirrored = (seen == pixels.flip(2) / 255).flatten(1).all(1)
     assert (as_it_is ^ mirrored).all()
     assert 150 < mirrored.sum() < 250
-    assert torch.equal(seen, images.mirror_some(pixels, torch.Generator().manual_seed(0)))
+    assert torch.equal(seen, images.augment(pixels, 0, torch.Generator().manual_seed(0)))
+
+
+def test_images_are_moved_by_up_to_the_shift() -> None:
+    pixels = torch.zeros(500, 28, 28, dtype=torch.uint8)
+    pixels[:, 10, 8] = 255
+    lit = images.augment(pixels, 2, torch.Generator().manual_seed(0)).flatten(1)
+    assert (lit.sum(1) == 1).all()
+    assert set((lit.argmax(1) // 28).tolist()) == {8, 9, 10, 11, 12}
+    assert set((lit.argmax(1) % 28).tolist()) == {6, 7, 8, 9, 10, 17, 18, 19, 20, 21}, "8, and 19 in a mirror"

@@ -47,14 +47,14 @@ def show(name: str, said: str, layer: int = 0) -> RenderableType:
 
 
 def _load(name: str) -> tuple[Any, Any]:
-    from transformers import AutoModel, AutoTokenizer
-
     path = Path(name)
     place: dict[str, Any] = {"pretrained_model_name_or_path": name}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"{path}: there is no such file")
         place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    from transformers import AutoModel, AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place)
         model = AutoModel.from_pretrained(**place, attn_implementation=NAME)

@@ -147,7 +147,14 @@ def _read_fashion(part: str) -> Labelled:
     return images, torch.frombuffer(bytearray(classes[8:]), dtype=torch.uint8).long()
 
 
-def mirror_some(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of the images mirrored left to right, by chance: (B, size, size) bytes → 0.0…1.0."""
-    mirrored = torch.rand(len(pixels), generator=generator) < 0.5
-    return pixels.where(~mirrored[:, None, None], pixels.flip(2)) / 255
+def augment(pixels: Tensor, shift: int, generator: torch.Generator) -> Tensor:
+    """Half of the images mirrored, and each moved by up to `shift` pixels, by chance: (B, size, size) → 0.0…1.0."""
+    B, size, _ = pixels.shape
+    mirrored = torch.rand(B, generator=generator) < 0.5
+    pixels = pixels.where(~mirrored[:, None, None], pixels.flip(2))
+    if shift:
+        padded = torch.nn.functional.pad(pixels, [shift] * 4)
+        down, across = torch.randint(2 * shift + 1, (2, B, 1), generator=generator)
+        rows, columns = down + torch.arange(size), across + torch.arange(size)  # (B, size) each
+        pixels = padded[torch.arange(B)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return pixels / 255

@@ -56,11 +56,11 @@ class LanguageModel(Stack):
         self.context, self.tokenizer = context, tokenizer
         self.mask = Causal(window=require_int("context", context, 1))
         self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)  # logits of about 1
         _start_as_previous_token(self.layers[0].attention, head=0)
 
     def embed(self, items: Tensor) -> Tensor:
-        return self.embedding(items)
+        return self.embedding(items) * self.embedding.embedding_dim**0.5  # about 1, or attention would drown the tokens
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """For each token, the logits of the one that follows: (B, N) whole numbers → (B, N, vocabulary)."""
@@ -125,8 +125,8 @@ class LanguageModel(Stack):
             stop: end before the first of these.
 
         >>> lm = mh.models.load("lm")
-        >>> lm.generate("The United States of", tokens=1, temperature=0)
-        ' America'
+        >>> lm.generate("The people of the United", tokens=1, temperature=0)
+        ' States'
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give LanguageModel(tokenizer=…), or use continuations()")

@@ -1,5 +1,6 @@
 """A training as a user sees it: a bar on a terminal, lines elsewhere."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from multihead.models import recipes, training
 
 def run(kind: str, folder: Path, console: Console, **options: Any) -> None:
     """Train "vit" or "lm", and say how it goes and where the model is."""
-    train = {"vit": recipes.train_vit, "lm": recipes.train_lm}[kind]
+    train: Callable[..., recipes.Trained] = recipes.train_vit if kind == "vit" else recipes.train_lm
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading the data", total=None)

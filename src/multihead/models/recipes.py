@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from multihead.models import images, texts
 from multihead.models.lm import LanguageModel
-from multihead.models.store import save
+from multihead.models.store import load, save
 from multihead.models.training import Progress, Recipe, train
 from multihead.models.vit import VisionTransformer
 from multihead.sizes import require_int
@@ -40,12 +40,13 @@ class Size:
     rows: int
 
 
-LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 3, 1200, 8)}  # small: the one in the package
+LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: the one in the package
 VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 11000, 50)}
 LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
+SIZE = 28  # pixels
 VOCABULARY = 4096
-REPEATS = 1 / 4  # of the rows of a batch
+REPEATS = 1 / 3  # of the rows of a batch
 
 
 def _size(sizes: dict[str, Size], name: str) -> Size:
@@ -61,6 +62,8 @@ def train_lm(
     steps: int | None = None,
     seed: int = 0,
     data: str | os.PathLike | None = None,
+    start: str | os.PathLike | None = None,
+    rate: float = 2e-3,
     vocabulary: int = VOCABULARY,
     report: Report = lambda progress: None,
 ) -> Trained:
@@ -72,20 +75,28 @@ def train_lm(
         steps: how many; the size's own number unless given.
         seed: of the first weights and of the batches.
         data: a text file, or a folder of them; the text of the npm packages unless given.
+        start: a trained model to start from, "lm" or a file, with its tokenizer; random weights unless given.
+        rate: the highest learning rate.
         vocabulary: how many tokens the tokenizer has, at most.
         report: is called with the progress.
     """
     given = _size(LM_SIZES, size)
     kept, held = texts.hold_out(texts.read_documents(data))
-    tokenizer = texts.Tokenizer.train(kept, vocabulary)
-    tokens = texts.pack(kept, tokenizer)
     torch.manual_seed(seed)
-    model = LanguageModel(tokenizer.size, given.width, LM_HEADS, given.layers, CONTEXT, tokenizer)
-    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=2e-3, seed=seed)
+    if start is None:
+        tokenizer = texts.Tokenizer.train(kept, vocabulary)
+        model = LanguageModel(tokenizer.size, given.width, LM_HEADS, given.layers, CONTEXT, tokenizer)
+    else:
+        started = load(start)
+        if not isinstance(started, LanguageModel) or started.tokenizer is None:
+            raise ValueError(f"start={str(start)!r}: expected a language model with a tokenizer")
+        model, tokenizer = started, started.tokenizer
+    tokens = texts.pack(kept, tokenizer)
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
     starts = [document[:2000] for document in held]
     done = train(
         model,
-        lambda generator: model.loss(texts.batch(tokens, recipe.rows, CONTEXT, REPEATS, generator)),
+        lambda generator: model.loss(texts.batch(tokens, recipe.rows, model.context, REPEATS, generator)),
         recipe,
         Path(folder) / "lm.checkpoint",
         validate=lambda: {"bits per byte": bits_per_byte(model, starts)},
@@ -101,6 +112,9 @@ def train_vit(
     steps: int | None = None,
     seed: int = 0,
     data: str | os.PathLike | None = None,
+    start: str | os.PathLike | None = None,
+    rate: float = 1.5e-3,
+    shift: int = 0,
     report: Report = lambda progress: None,
 ) -> Trained:
     """Train a vision transformer on labelled images: checkpoints and, at the end, `vit.safetensors` go to `folder`.
@@ -111,18 +125,24 @@ def train_vit(
         steps: how many; the size's own number unless given.
         seed: of the first weights and of the batches.
         data: a folder with a folder of images for each label; Debian's Fashion-MNIST unless given.
+        start: a trained model to start from, "vit" or a file; random weights unless given.
+        rate: the highest learning rate.
+        shift: move each image by up to so many pixels, by chance.
         report: is called with the progress.
     """
     given = _size(VIT_SIZES, size)
     torch.manual_seed(seed)
-    (pixels, classes), test, labels = images.read_labelled(data, 28)
-    model = VisionTransformer(labels, given.width, VIT_HEADS, given.layers)
-    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=1.5e-3, seed=seed)
+    (pixels, classes), test, labels = images.read_labelled(data, SIZE)
+    model = VisionTransformer(labels, given.width, VIT_HEADS, given.layers) if start is None else load(start)
+    require_int("shift", shift, 0)
+    if not isinstance(model, VisionTransformer) or model.labels != labels:
+        raise ValueError(f"start={str(start)!r}: expected a vision transformer with the labels {', '.join(labels)}")
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
     some = [t[:: max(1, len(t) // 1000)] for t in test]
 
     def loss(generator: torch.Generator) -> Tensor:
         chosen = torch.randint(len(pixels), (recipe.rows,), generator=generator)
-        return model.loss(images.mirror_some(pixels[chosen], generator), classes[chosen])
+        return model.loss(images.augment(pixels[chosen], shift, generator), classes[chosen])
 
     done = train(
         model,

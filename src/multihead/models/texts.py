@@ -32,6 +32,7 @@ class Tokenizer:
         from tokenizers import Tokenizer as Trained
 
         self._trained = Trained.from_str(json)
+        self._trained.encode_special_tokens = True  # a text that spells out the end does not end
         self.json = json
         self.size: int = self._trained.get_vocab_size()
         end = self._trained.token_to_id(END)
@@ -57,7 +58,6 @@ class Tokenizer:
             show_progress=False,
         )
         trained.train_from_iterator(documents, trainer)
-        trained.encode_special_tokens = True  # a text that spells out the end does not end
         return Tokenizer(trained.to_str())
 
     def encode(self, text: str) -> list[int]:
@@ -130,13 +130,14 @@ def pack(documents: Iterable[str], tokenizer: Tokenizer) -> Tensor:
 def batch(tokens: Tensor, rows: int, context: int, repeats: float, generator: torch.Generator) -> Tensor:
     """Rows of context + 1 tokens from random places: (rows, context + 1).
 
-    A part of the rows, `repeats`, says one excerpt over and over, of 8 tokens up to half a row: text that quotes
-    itself, from which a model learns to look back at what came after (induction) long before plain text teaches it.
+    A part of the rows, `repeats`, says one excerpt over and over, of 4 to 63 tokens, more often a short one: text that
+    quotes itself, from which a model learns to look back at what came after (induction) long before plain text teaches
+    it. Where the excerpt is short, even a head that looks everywhere alike finds a little of what it should look for.
     """
     length = context + 1
     if len(tokens) < length:
         raise ValueError(f"the text has {len(tokens)} tokens: expected at least {length}, the context and one more")
     starts = torch.randint(len(tokens) - context, (rows,), generator=generator)
-    periods = torch.randint(min(8, context // 2), context // 2 + 1, (rows,), generator=generator)
+    periods = (4 * 16 ** torch.rand(rows, generator=generator)).long()
     periods = periods.where(torch.rand(rows, generator=generator) < repeats, length)
     return tokens[starts[:, None] + torch.arange(length) % periods[:, None]].long()
