@@ -232,23 +232,23 @@ def test_a_gguf_file_is_shown(tmp_path: Path) -> None:
 def test_training_stops_on_ctrl_c_and_goes_on(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("she sells sea shells by the sea shore. " * 300)
-    command = ["train", "lm", "--data", str(text), "--out", str(tmp_path / "out"), "--size", "tiny", "--steps", "60"]
+    command = ["train", "lm", "--data", str(text), "--out", str(tmp_path / "out"), "--size", "tiny", "--steps", "150"]
     running = subprocess.Popen(
         [sys.executable, "-m", "multihead", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert running.stdout is not None
     deadline = time.monotonic() + 200
-    assert running.stdout.readline().startswith("step 50 of 60: loss "), running.stderr
+    assert running.stdout.readline().startswith("step 50 of 150: loss "), running.stderr
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=deadline - time.monotonic())
     assert running.returncode == 0, err
     stopped = re.search(r"stopped after step (\d+), saved; the same command goes on from there", out)
     assert stopped is not None, out
-    assert 50 <= int(stopped[1]) < 60
+    assert 50 <= int(stopped[1]) < 150
     assert not (tmp_path / "out" / "lm.safetensors").exists()
     again = run(*command)
     assert again.returncode == 0, again.stderr
-    assert "step 60 of 60" in again.stdout
+    assert "step 150 of 150" in again.stdout
     assert "bits per byte" in again.stdout
     shown = run("show", "she sells", "--model", str(tmp_path / "out" / "lm.safetensors"))
     assert "Layer 0 (--layer 0…1) of a language model" in shown.stdout
