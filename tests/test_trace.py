@@ -124,7 +124,7 @@ def test_wide_characters_and_line_breaks_keep_their_columns() -> None:
     squares = [line for line in text.splitlines() if "■" in line and "may attend" not in line]
     assert len({cell_len(line[: line.index("■")]) for line in squares}) == 1
     assert len(squares) == 9
-    assert "a\\nb" in text
+    assert "a⏎b" in text
     for percent, headings in ((True, 1), (False, 5)):
         seen = torch.zeros(9, 9, dtype=torch.bool)
         lines = terminal._heat_map("head 0", WIDE, WIDE, torch.rand(9, 9), seen, percent).plain.splitlines()

@@ -8,7 +8,7 @@ torch.Size([4, 1024])
 
 from importlib.metadata import version
 
-from multihead import heads, nn, weights
+from multihead import heads, models, nn, weights
 from multihead.attend import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.doctor import Report, diagnose
@@ -48,6 +48,7 @@ __all__ = [
     "heads",
     "load_weights",
     "look",
+    "models",
     "nn",
     "patch",
     "save_weights",

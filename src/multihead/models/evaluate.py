@@ -1,0 +1,73 @@
+"""The figures of the model cards, measured again from the weights in the package: `make evaluate`.
+
+Run as `python -m multihead.models.evaluate`; it exits with 1 where a card says something else.
+"""
+
+import re
+import sys
+
+import torch
+from torch import Tensor
+
+from multihead.heads import induction, previous_token
+from multihead.models import images, texts
+from multihead.models.lm import LanguageModel
+from multihead.models.recipes import accuracy, bits_per_byte
+from multihead.models.store import TRAINED, load
+from multihead.models.vit import VisionTransformer
+
+Figures = dict[str, str]
+
+
+def card(name: str) -> Figures:
+    """The figures of a model card: the rows of its tables."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (TRAINED / f"{name}.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(rows)
+
+
+def size(name: str) -> Figures:
+    """Parameters, and bytes of the file."""
+    parameters = sum(p.numel() for p in load(name).parameters())
+    return {"parameters": f"{parameters:,}", "bytes": f"{(TRAINED / f'{name}.safetensors').stat().st_size:,}"}
+
+
+def heads(model: LanguageModel) -> Figures:
+    """The head of each kind that the lens scores highest, on random tokens that are said twice."""
+    generator = torch.Generator().manual_seed(0)
+    once = torch.randint(1, model.embedding.num_embeddings, (8, model.context // 2), generator=generator)
+    said = once.repeat(1, 2)  # (8, context)
+    lenses = model.look(said)
+    before = torch.stack([previous_token(lens).mean(0) for lens in lenses])  # (layers, H)
+    after = torch.stack([induction(lens, said).mean(0) for lens in lenses])
+    return {"previous-token head": _best(before), "induction head": _best(after)}
+
+
+def _best(scores: Tensor) -> str:
+    layer, head = divmod(int(scores.argmax()), scores.shape[1])
+    return f"layer {layer}, head {head}: {float(scores.max()):.2f}"
+
+
+def measure(name: str) -> Figures:
+    """Every figure of the model of this name; needs the data it is judged by."""
+    model = load(name)
+    if isinstance(model, VisionTransformer):
+        _, test, _ = images.read_labelled(None, model.size)
+        return size(name) | {"accuracy on the 10,000 test images": f"{100 * accuracy(model, *test):.2f} %"}
+    _, held = texts.hold_out(texts.read_documents())
+    return size(name) | {"bits per byte of the held-out text": f"{bits_per_byte(model, held):.3f}"} | heads(model)
+
+
+def main() -> int:
+    """Measure, compare with the cards, and say so."""
+    wrong = 0
+    for name in ("vit", "lm"):
+        said = card(name)
+        for what, value in measure(name).items():
+            same = said.get(what) == value
+            wrong += not same
+            print(f"{name:<4} {what:<36} {value}" + ("" if same else f"   the card says {said.get(what)}"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The two trainings: data, model and recipe together; and how a trained model is judged."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from multihead.models import images, texts
+from multihead.models.lm import LanguageModel
+from multihead.models.store import load, save
+from multihead.models.training import Progress, Recipe, train
+from multihead.models.vit import VisionTransformer
+from multihead.sizes import require_int
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training has come to: `path` is written once it has finished."""
+
+    model: LanguageModel | VisionTransformer
+    path: Path
+    steps: int  # done
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is, and how it is trained by default."""
+
+    width: int
+    layers: int
+    steps: int
+    rows: int
+
+
+LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: the one in the package
+VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 11000, 50)}
+LM_HEADS, VIT_HEADS = 8, 4
+CONTEXT = 256
+SIZE = 28  # pixels
+VOCABULARY = 4096
+REPEATS = 1 / 3  # of the rows of a batch
+
+
+def _size(sizes: dict[str, Size], name: str) -> Size:
+    if name not in sizes:
+        raise ValueError(f"size={name!r}: expected one of {', '.join(sizes)}")
+    return sizes[name]
+
+
+def train_lm(
+    folder: str | os.PathLike,
+    *,
+    size: str = "small",
+    steps: int | None = None,
+    seed: int = 0,
+    data: str | os.PathLike | None = None,
+    start: str | os.PathLike | None = None,
+    rate: float = 2e-3,
+    vocabulary: int = VOCABULARY,
+    report: Report = lambda progress: None,
+) -> Trained:
+    """Train a language model on text: checkpoints and, at the end, `lm.safetensors` go to `folder`.
+
+    Args:
+        folder: where to save; a training that was stopped there goes on.
+        size: "tiny" or "small".
+        steps: how many; the size's own number unless given.
+        seed: of the first weights and of the batches.
+        data: a text file, or a folder of them; the text of the npm packages unless given.
+        start: a trained model to start from, "lm" or a file, with its tokenizer; random weights unless given.
+        rate: the highest learning rate.
+        vocabulary: how many tokens the tokenizer has, at most.
+        report: is called with the progress.
+    """
+    given = _size(LM_SIZES, size)
+    kept, held = texts.hold_out(texts.read_documents(data))
+    torch.manual_seed(seed)
+    if start is None:
+        tokenizer = texts.Tokenizer.train(kept, vocabulary)
+        model = LanguageModel(tokenizer.size, given.width, LM_HEADS, given.layers, CONTEXT, tokenizer)
+    else:
+        started = load(start)
+        if not isinstance(started, LanguageModel) or started.tokenizer is None:
+            raise ValueError(f"start={str(start)!r}: expected a language model with a tokenizer")
+        model, tokenizer = started, started.tokenizer
+    tokens = texts.pack(kept, tokenizer)
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
+    starts = [document[:2000] for document in held]
+    done = train(
+        model,
+        lambda generator: model.loss(texts.batch(tokens, recipe.rows, model.context, REPEATS, generator)),
+        recipe,
+        Path(folder) / "lm.checkpoint",
+        validate=lambda: {"bits per byte": bits_per_byte(model, starts)},
+        report=report,
+    )
+    return _finish(model, Path(folder) / "lm.safetensors", done, recipe)
+
+
+def train_vit(
+    folder: str | os.PathLike,
+    *,
+    size: str = "small",
+    steps: int | None = None,
+    seed: int = 0,
+    data: str | os.PathLike | None = None,
+    start: str | os.PathLike | None = None,
+    rate: float = 1.5e-3,
+    shift: int = 0,
+    report: Report = lambda progress: None,
+) -> Trained:
+    """Train a vision transformer on labelled images: checkpoints and, at the end, `vit.safetensors` go to `folder`.
+
+    Args:
+        folder: where to save; a training that was stopped there goes on.
+        size: "tiny" or "small".
+        steps: how many; the size's own number unless given.
+        seed: of the first weights and of the batches.
+        data: a folder with a folder of images for each label; Debian's Fashion-MNIST unless given.
+        start: a trained model to start from, "vit" or a file; random weights unless given.
+        rate: the highest learning rate.
+        shift: move each image by up to so many pixels, by chance.
+        report: is called with the progress.
+    """
+    given = _size(VIT_SIZES, size)
+    torch.manual_seed(seed)
+    (pixels, classes), test, labels = images.read_labelled(data, SIZE)
+    model = VisionTransformer(labels, given.width, VIT_HEADS, given.layers) if start is None else load(start)
+    require_int("shift", shift, 0)
+    if not isinstance(model, VisionTransformer) or model.labels != labels:
+        raise ValueError(f"start={str(start)!r}: expected a vision transformer with the labels {', '.join(labels)}")
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
+    some = [t[:: max(1, len(t) // 1000)] for t in test]
+
+    def loss(generator: torch.Generator) -> Tensor:
+        chosen = torch.randint(len(pixels), (recipe.rows,), generator=generator)
+        return model.loss(images.augment(pixels[chosen], shift, generator), classes[chosen])
+
+    done = train(
+        model,
+        loss,
+        recipe,
+        Path(folder) / "vit.checkpoint",
+        validate=lambda: {"accuracy": accuracy(model, *some)},
+        report=report,
+    )
+    return _finish(model, Path(folder) / "vit.safetensors", done, recipe)
+
+
+def _finish(model: LanguageModel | VisionTransformer, path: Path, done: int, recipe: Recipe) -> Trained:
+    if done == recipe.steps:
+        save(model, path)
+    return Trained(model, path, done, done == recipe.steps)
+
+
+@torch.inference_mode()
+def accuracy(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> float:
+    """The part of the images, (images, size, size) bytes, that the model gives its true class."""
+    right = [(model(some / 255).argmax(-1) == true).sum() for some, true in zip(pixels.split(500), classes.split(500))]
+    return int(torch.stack(right).sum()) / len(classes)
+
+
+@torch.inference_mode()
+def bits_per_byte(model: LanguageModel, documents: Sequence[str], chunk: int = 512) -> float:
+    """−log₂ p of the documents, divided by their length in bytes of UTF-8. Each is read whole, through the cache."""
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer: bits per byte are of text")
+    require_int("chunk", chunk, 1)
+    nats, length = 0.0, 0
+    for document in documents:
+        tokens = torch.tensor([model.tokenizer.begin(document)])
+        caches = model.new_caches()
+        for start in range(0, tokens.shape[1] - 1, chunk):
+            given, next_ones = tokens[:, start : start + chunk], tokens[0, start + 1 : start + chunk + 1]
+            logits = model(given, caches)[0, : len(next_ones)]
+            nats += float(cross_entropy(logits.double(), next_ones, reduction="sum"))
+        length += len(document.encode())
+    return nats / math.log(2) / length
