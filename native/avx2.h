@@ -9,16 +9,12 @@ namespace multihead {
 namespace {
 
 struct Avx2 : Lanes<float, 8> {
-#ifndef MRR
-#define MRR 4
-#define NRR 3
-#endif
-  static constexpr int NR = NRR;
-  static constexpr int MR(int nr) { return nr == NRR ? MRR : nr == 1 ? 8 : 4; }
+  static constexpr int NR = 3;
+  static constexpr int MR(int nr) { return nr == 1 ? 8 : 4; }
 
   static F all(float x) { return _mm256_set1_ps(x); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  static F power(F score, F unit, F shift) { return fma(score, unit, -shift); }
+  static F fused(F a, F b, F c) { return fma(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static bool any(I mask) { return _mm256_movemask_ps((F)mask) != 0; }
   static F load_some(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
@@ -44,7 +40,7 @@ struct Avx2Double : Lanes<double, 4> {
   static constexpr int NR = 3;
   static constexpr int MR(int nr) { return nr == 1 ? 8 : 4; }
   static F fma(F a, F b, F c) { return _mm256_fmadd_pd(a, b, c); }
-  static F power(F score, F unit, F shift) { return fma(score, unit, -shift); }
+  static F fused(F a, F b, F c) { return fma(a, b, c); }
 };
 
 }  // namespace

@@ -14,7 +14,7 @@ struct Avx512 : Lanes<float, 16> {
 
   static F all(float x) { return _mm512_set1_ps(x); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  static F power(F score, F unit, F shift) { return fma(score, unit, -shift); }
+  static F fused(F a, F b, F c) { return fma(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F select(I mask, F a, F b) { return _mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), b, a); }
   static bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
@@ -29,7 +29,7 @@ struct Avx512Double : Lanes<double, 8> {
   static constexpr int NR = 3;
   static constexpr int MR(int) { return 8; }
   static F fma(F a, F b, F c) { return _mm512_fmadd_pd(a, b, c); }
-  static F power(F score, F unit, F shift) { return fma(score, unit, -shift); }
+  static F fused(F a, F b, F c) { return fma(a, b, c); }
 };
 
 }  // namespace

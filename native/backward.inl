@@ -69,7 +69,7 @@ class BackwardQueries {
       strip.q = arena.take<T>(s.D * lanes);
       piece.d_out = arena.take<T>(s.V * lanes);
       piece.d_q = arena.take<T>(s.D * lanes);
-      strip.shift = arena.take<T>(Lanes);
+      strip.top = arena.take<T>(Lanes);
       piece.factor = arena.take<T>(Lanes);
       piece.delta = arena.take<T>(Lanes);
       piece.mass = arena.take<T>(Lanes);
@@ -79,7 +79,7 @@ class BackwardQueries {
       std::memset(piece.d_q, 0, sizeof(T) * s.D * lanes);
       for (int lane = 0; lane < lanes; ++lane) {
         const index at = (task.b * s.H + strip.head[lane]) * s.Q + strip.query[lane];
-        strip.shift[lane] = static_cast<const T*>(plan.state)[2 * at];
+        strip.top[lane] = static_cast<const T*>(plan.state)[2 * at];
         piece.factor[lane] = static_cast<const T*>(plan.state)[2 * at + 1];
         piece.delta[lane] = 0;
         piece.mass[lane] = 0;
@@ -94,7 +94,8 @@ class BackwardQueries {
       for (int lane = 0; lane < strip.rows; ++lane) {
         const index at = (task.b * plan.sizes.H + strip.head[lane]) * plan.sizes.Q + strip.query[lane];
         T &delta = pieces[i].delta[lane], &factor = pieces[i].factor[lane];
-        const T mass = pieces[i].mass[lane] * factor + sink_weight(strip.head[lane], strip.shift[lane], factor);
+        T mass = pieces[i].mass[lane] * factor;
+        if (factor != 0) mass += static_cast<T>(sink_weight(plan, strip.head[lane], strip.top[lane]) * double(factor));
         if (mass != 0) delta /= mass, factor /= mass;
         if (g.d_lse) delta -= static_cast<const T*>(g.d_lse)[at];
         static_cast<T*>(g.delta)[2 * at] = delta, static_cast<T*>(g.delta)[2 * at + 1] = factor;
@@ -107,13 +108,6 @@ class BackwardQueries {
         return row_of(g.d_q, plan.type, task.b, strip.head[lane], strip.query[lane]);
       });
     }
-  }
-
-  // What a sink holds of a row's weights.
-  T sink_weight(index h, T shift, T factor) const {
-    if (!plan.sinks || factor == 0) return 0;
-    constexpr double log2e = 1.4426950408889634;
-    return static_cast<T>(exp2(double(static_cast<const T*>(plan.sinks)[h]) * log2e - double(shift)) * double(factor));
   }
 
   // Over the keys once: for delta, or, with delta known, for dq.
@@ -164,10 +158,10 @@ class BackwardQueries {
       hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
     }
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, d_weights);
-    const F units = A::all(unit);
-    F shift[NR], factor[NR], delta[NR], one[NR], sum[NR], mass[NR];
+    const PowersOfTwo<A> weight_of(unit);
+    F top[NR], factor[NR], delta[NR], one[NR], sum[NR], mass[NR];
     for (int c = 0; c < NR; ++c) {
-      shift[c] = A::load(strip.shift + c * W);
+      top[c] = A::load(strip.top + c * W);
       factor[c] = A::load(piece.factor + c * W);
       delta[c] = A::load(piece.delta + c * W);
       one[c] = A::all(1);
@@ -177,7 +171,7 @@ class BackwardQueries {
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         const index at = (i * NR + c) * W;
-        const F power = exp2_of<A>(A::power(A::load(scores + at), units, shift[c])), weight = power * factor[c];
+        const F power = weight_of(A::load(scores + at) - top[c]), weight = power * factor[c];
         if (!second) {
           const F part = weight * A::load(d_weights + at);
           sum[c] += hidden ? A::select((I)A::load(visible + at), part, F{}) : part;

@@ -116,14 +116,15 @@ class BackwardKeys {
     I key[NR];
     for (int c = 0; c < NR; ++c)
       for (int i = 0; i < W; ++i) key[c][i] = static_cast<typename A::Int>(piece.strip.query[c * W + i]);
-    const F units = A::all(unit), none = A::all(-__builtin_inff());
+    const PowersOfTwo<A> weight_of(unit);
+    const F none = A::all(-__builtin_inff());
     const F scaled = A::all(static_cast<T>(plan.scale)), cap = A::all(static_cast<T>(plan.softcap));
     const T keep = plan.dropout < 1 ? static_cast<T>(1 / (1 - plan.dropout)) : T(0);
     const std::uint32_t edge = dropout_threshold(plan.dropout);
     bool hidden = false;
     for (index r = 0; r < rows.count; ++r) {
       const index at_row = (task.b * plan.sizes.H + rows.head) * plan.sizes.Q + rows.query + r;
-      const F shift = A::all(static_cast<const T*>(plan.state)[2 * at_row]);
+      const F top = A::all(static_cast<const T*>(plan.state)[2 * at_row]);
       const T* delta_factor = static_cast<const T*>(g.delta) + 2 * at_row;
       const F delta = A::all(delta_factor[0]), factor = A::all(delta_factor[1]);
       const std::uint32_t bits = plan.dropout > 0 ? dropout_row(plan.seed, task.b, rows.head, rows.query + r) : 0;
@@ -148,7 +149,7 @@ class BackwardKeys {
                   (key[c] < A::all_int(static_cast<typename A::Int>(rows.stop[r])));
           value = A::select(seen, value, none);
         }
-        const F weight = exp2_of<A>(A::power(value, units, shift)) * factor;
+        const F weight = weight_of(value - top) * factor;
         if (plan.dropout > 0)
           for (int i = 0; i < W; ++i) kept[i] = mix32(bits ^ dropout_key(key[c][i])) >= edge ? keep : T(0);
         F d_score = weight * (A::load(weights + at) * kept - delta) * slope, used = weight * kept;

@@ -41,7 +41,7 @@ class Few {
  private:
   struct Row {
     index q, h, start, stop;
-    T top, shift, total;
+    T top, total;
   };
 
   const Plan& plan;
@@ -72,7 +72,7 @@ class Few {
       stop = stop > task.key + task.keys ? task.key + task.keys : stop;
       if (start >= stop) start = stop = task.key;
       const T none = -__builtin_inff();
-      row[r] = {query, h, start, stop, none, none, T(0)};
+      row[r] = {query, h, start, stop, none, T(0)};
       if (start < stop) first = start < first ? start : first, last = stop > last ? stop : last;
       T* lanes = q + r * padded(s.D);
       widen(row_of(plan.q, plan.type, task.b, h, query), plan.type, s.D, lanes);
@@ -91,13 +91,17 @@ class Few {
       T decay[R];
       bool hidden = false;
       for (int r = 0; r < R; ++r) hidden |= weigh(row[r], scores + r * (tile_keys + W), from, to - from, decay[r]);
-      if (hidden && !finite<A>(v, v_stride, plan.sizes.V, to - from))
-        for (int r = 0; r < R; ++r) mix_seen(row[r], r, v, v_stride, from, to - from, decay[r]);
-      else
-        for (index i = 0; i < to - from; i += page) {
-          mix<R>(v + i * v_stride, v_stride, scores + i, to - from - i < page ? to - from - i : page, decay);
-          for (int r = 0; r < R; ++r) decay[r] = 1;
-        }
+      const bool poisoned = hidden && !finite<A>(v, v_stride, plan.sizes.V, to - from);
+      for (index i = 0; i < to - from; i += page) {
+        const index count = to - from - i < page ? to - from - i : page;
+        const T *values = v + i * v_stride, *weights = scores + i;
+        if (poisoned)
+          for (int r = 0; r < R; ++r)
+            mix_seen(row[r], r, values, v_stride, weights + r * (tile_keys + W), from + i, count, decay[r]);
+        else
+          mix<R>(values, v_stride, weights, count, decay);
+        for (int r = 0; r < R; ++r) decay[r] = 1;
+      }
     }
     for (int r = 0; r < task.rows; ++r) finish(r);
   }
@@ -127,18 +131,18 @@ class Few {
     for (index i = 0; i < before && i < keys; ++i) line[i] = none;
     for (index i = after < 0 ? 0 : after; i < keys; ++i) line[i] = none;
     for (index i = keys; i < padded(keys); ++i) line[i] = none;
-    F tops = A::all(none);
-    for (index i = 0; i < keys; i += W) tops = A::max(A::load(line + i), tops);
+    F largest = A::all(none);
+    for (index i = 0; i < keys; i += W) largest = A::max(A::load(line + i), largest);
     T top = at.top;
-    for (int i = 0; i < W; ++i) top = tops[i] > top ? tops[i] : top;
-    const T old = at.shift, shift = top == none ? T(0) : top * unit;
+    for (int i = 0; i < W; ++i) top = largest[i] > top ? largest[i] : top;
+    const PowersOfTwo<A> weight_of(unit);
+    const T from = top == none ? T(0) : top;  // nothing seen yet: -inf - -inf must not arise
+    decay = weight_of(A::all(at.top - from))[0];
     at.top = top;
-    at.shift = top == none ? none : shift;
-    decay = exp2_of<A>(A::all(old - shift))[0];
     F sum = F{};
-    const F units = A::all(unit), shifts = A::all(shift);
+    const F tops = A::all(from);
     for (index i = 0; i < keys; i += W) {
-      const F weight = exp2_of<A>(A::power(A::load(line + i), units, shifts));
+      const F weight = weight_of(A::load(line + i) - tops);
       A::store(line + i, weight);
       sum += weight;
     }
@@ -221,13 +225,13 @@ class Few {
       }
   }
 
-  // The same, leaving out what the row does not see: there 0 * NaN would be NaN.
-  void mix_seen(const Row& at, int r, const T* v, index stride, index key, index keys, T decay) {
+  // The same for a page of one row, leaving out what it does not see: there 0 * NaN would be NaN.
+  void mix_seen(const Row& at, int r, const T* v, index stride, const T* weights, index key, index keys, T decay) {
     T* to = mixed + r * padded(plan.sizes.V);
     for (index j = 0; j < plan.sizes.V; ++j) {
       F sum = F{};
       for (index i = 0; i < keys; ++i)
-        if (seen(at, key + i)) sum = A::fma(A::all(scores[r * (tile_keys + W) + i]), A::all(v[i * stride + j]), sum);
+        if (seen(at, key + i)) sum = A::fma(A::all(weights[i]), A::all(v[i * stride + j]), sum);
       to[j] = A::fma(A::all(to[j]), A::all(decay), sum)[0];
     }
   }
@@ -238,11 +242,11 @@ class Few {
     if (task.partial) {
       T* partial = static_cast<T*>(task.partial) + r * (V + 2);
       std::memcpy(partial, sums, sizeof(T) * V);
-      partial[V] = row[r].shift;
+      partial[V] = row[r].top;
       partial[V + 1] = row[r].total;
       return;
     }
-    const Ending<T> end = ending<T>(plan, row[r].h, row[r].shift, row[r].total);
+    const Ending<T> end = ending<T>(plan, row[r].h, row[r].top, row[r].total);
     end.save(plan, task.b, row[r].h, row[r].q);
     for (index j = 0; j < V; ++j) sums[j] *= end.factor;
     narrow(sums, plan.type, V, row_of(plan.out, plan.type, task.b, row[r].h, row[r].q));

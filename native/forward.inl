@@ -125,7 +125,6 @@ class Forward {
       strip.q = arena.take<T>(s.D * strip.nr * W);
       strip.mixed = arena.take<T>(s.V * strip.nr * W);
       strip.top = arena.take<T>(Lanes);
-      strip.shift = arena.take<T>(Lanes);
       strip.total = arena.take<T>(Lanes);
     }
     unit = score_unit<T>(plan);
@@ -175,7 +174,7 @@ class Forward {
     strips[i].begin(plan, task, rowwise);
     if (plan.given)
       for (int lane = 0; lane < strips[i].nr * W; ++lane)
-        strips[i].shift[lane] = Ending<T>::load(plan, task.b, strips[i].head[lane], strips[i].query[lane]).shift;
+        strips[i].top[lane] = Ending<T>::load(plan, task.b, strips[i].head[lane], strips[i].query[lane]).top;
     if (i + 1 < count) strips[i + 1].fetch(plan.q, plan, task, plan.sizes.D, false);
   }
 
@@ -224,24 +223,22 @@ class Forward {
     return finite<A>(v, v_stride, V, before) && finite<A>(v + (keys - after) * v_stride, v_stride, V, after);
   }
 
-  // Scores become weights 2^(score * unit - shift); `decay` is what the older sums shrink by.
+  // Scores become weights 2^((score - top) * unit); `decay` is what the older sums shrink by.
   template <int NR, bool Spread>
   inline __attribute__((always_inline)) void weigh(Strip<A>& strip, Observer<A>* observer, index key, index keys,
                                                    const F (&tile_top)[NR], F (&decay)[NR]) {
-    const F units = A::all(unit), none = A::all(-__builtin_inff());
+    const PowersOfTwo<A> weight_of(unit);
+    const F none = A::all(-__builtin_inff());
     F from[NR], sum[NR], spread[NR], moved[NR];
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {
       const F before = A::load(strip.top + c * W), top = A::max(tile_top[c], before);
-      const F old = A::load(strip.shift + c * W), level = A::select(top == none, none, top * units);
       A::store(strip.top + c * W, top);
-      A::store(strip.shift + c * W, level);
-      from[c] = A::select(top == none, F{}, Spread ? top : level);  // nothing seen yet: -inf - -inf must not arise
-      moved[c] = Spread ? (before - from[c]) * units : old - from[c];
-      decay[c] = exp2_of<A>(moved[c]);
-      moved[c] = A::select(before == none, F{}, moved[c]);
+      from[c] = A::select(top == none, F{}, top);  // nothing seen yet: -inf - -inf must not arise
+      decay[c] = weight_of(before - from[c]);
+      if (Spread) moved[c] = A::select(before == none, F{}, weight_of.power(before - from[c]));
     }
-    add_up<A, NR, Spread>(key, keys, scores, unit, from, sum, spread);
+    add_up<A, NR, Spread>(key, keys, scores, weight_of, from, sum, spread);
     if (Spread) observer->template spread_out<NR>(strip, spread, moved, decay);
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {
@@ -255,30 +252,26 @@ class Forward {
     for (int lane = 0; lane < strip.nr * W; ++lane) {
       const index h = strip.head[lane];
       const T top = strip.top[lane], total = strip.total[lane];
-      // With entropy, sums stand at the largest score itself and not at its shift, which is rounded.
-      T moved = 1;
-      if (plan.statistics.entropy && top > -__builtin_inff())
-        moved = static_cast<T>(exp2(double(A::power(A::all(top), A::all(unit), A::all(strip.shift[lane]))[0])));
-      const Ending<T> end = plan.given ? Ending<T>::load(plan, task.b, h, strip.query[lane])
-                                       : ending<T>(plan, h, strip.shift[lane], total * moved);
-      factor[lane] = end.factor * moved;
+      const Ending<T> end =
+          plan.given ? Ending<T>::load(plan, task.b, h, strip.query[lane]) : ending<T>(plan, h, top, total);
+      factor[lane] = end.factor;
       if (lane >= strip.rows) continue;
       end.save(plan, task.b, h, strip.query[lane]);
       if (plan.statistics.wanted())
-        observers[&strip - strips].write(plan, task.b, h, strip.query[lane], lane, end, total, top, unit);
+        observers[&strip - strips].write(plan, task.b, h, strip.query[lane], lane, end, total, unit);
     }
     strip.write(strip.mixed, plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
       return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);
     });
   }
 
-  // Leaves the sums of these keys for `merge`: per row V numbers, then shift and total.
+  // Leaves the sums of these keys for `merge`: per row V numbers, then top and total.
   void leave(Strip<A>& strip) {
     const index V = plan.sizes.V;
     T* partial = static_cast<T*>(task.partial) + (strip.row - task.row) * (V + 2);
     for (int lane = 0; lane < strip.nr * W; ++lane) factor[lane] = 1;
     for (int lane = 0; lane < strip.rows; ++lane) {
-      partial[lane * (V + 2) + V] = strip.shift[lane];
+      partial[lane * (V + 2) + V] = strip.top[lane];
       partial[lane * (V + 2) + V + 1] = strip.total[lane];
     }
     const Type own = sizeof(T) == 8 ? Type::f64 : Type::f32;

@@ -40,12 +40,11 @@ struct Lanes {
   static F all(T x) { return x - F{}; }
   static I all_int(Int x) { return x - I{}; }
   static F fma(F a, F b, F c) { return a * b + c; }
-  // score * unit - shift, rounded once where there is a wider number to compute it in, as fma does: the digits that the
-  // product would lose are those that a weight needs where scores are large.
-  static F power(F score, F unit, F shift) {
-    if constexpr (sizeof(T) == 8) return score * unit - shift;
+  // a * b + c, rounded once: as fma is on every instruction set that has it, and by a wider number where there is one.
+  static F fused(F a, F b, F c) {
+    if constexpr (sizeof(T) == 8) return a * b + c;
     F x;
-    for (int i = 0; i < W; ++i) x[i] = static_cast<T>(double(score[i]) * double(unit[i]) - double(shift[i]));
+    for (int i = 0; i < W; ++i) x[i] = static_cast<T>(double(a[i]) * double(b[i]) + double(c[i]));
     return x;
   }
   static F max(F a, F b) { return a > b ? a : b; }  // where either is NaN: b
@@ -111,23 +110,38 @@ struct Lanes {
 // Asks for memory that will be read soon. Any address is allowed.
 inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// 2^ of this, and of anything below, is exactly 0.
+// 2^(x * unit), which is where every weight comes from; at most 0.8 units in the last place off, whatever the size of
+// x, because the product is never rounded by itself. From 2^-126.5 down (2^-1022.5 in double) it is exactly 0; NaN
+// stays.
 template <class A>
-constexpr typename A::T least_power = sizeof(typename A::T) == 8 ? -1023 : -127;
-
-// 2^x; at most 0.8 units in the last place off. Below -126.5 it is exactly 0; NaN stays NaN.
-template <class A>
-typename A::F exp2_of(typename A::F x) {
+class PowersOfTwo {
+ public:
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
-  constexpr bool wide = sizeof(T) == 8;
+
+  // Of a positive unit, neither so small nor so large that the numbers below overflow: see Plan::plain.
+  explicit PowersOfTwo(T unit) : unit(A::all(unit)), lowest(A::all(zero / unit)) {}
+
+  // x * unit, or what is as good as minus infinity, times 0 being 0.
+  F power(F x) const { return A::max(A::all(zero), x * unit); }
+
+  F operator()(F x) const;
+
+ private:
+  static constexpr bool wide = sizeof(T) == 8;
+  static constexpr T zero = wide ? -1023 : -127;  // 2^ of this, and of anything below, is exactly 0
+  F unit, lowest;
+};
+
+template <class A>
+inline __attribute__((always_inline)) typename A::F PowersOfTwo<A>::operator()(F x) const {
   constexpr int mantissa = wide ? 52 : 23;
   constexpr typename A::Int one = wide ? 1023 : 127;
   constexpr T magic = wide ? T(6755399441055744.0) : T(12582912.0);  // adding it rounds to an integer in the low bits
-  x = A::max(A::all(least_power<A>), x);
-  const F shifted = x + magic;
-  const F f = x - (shifted - magic);
+  x = A::max(lowest, x);
+  const F shifted = A::fma(x, unit, A::all(magic));
+  const F f = A::fused(x, unit, A::all(magic) - shifted);
   F p;
   if constexpr (wide) {
     // Taylor: on +-1/2 the first term left out is below 4e-18.

@@ -99,14 +99,14 @@ class Look {
       strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
       strip.nr = (strip.rows + W - 1) / W;
       strip.q = panels + count++ * Lanes * (plan.sizes.D + 1);
-      strip.shift = strip.q + Lanes * plan.sizes.D;
+      strip.top = strip.q + Lanes * plan.sizes.D;
       strip.bound(plan, task);
       if (strip.first >= strip.last) continue;
       first = strip.first < first ? strip.first : first;
       last = strip.last > last ? strip.last : last;
       strip.pack(plan.q, plan.type, b, plan.sizes.D, rowwise, strip.q);
       for (int lane = 0; lane < strip.nr * W; ++lane)
-        strip.shift[lane] = Ending<T>::load(plan, b, strip.head[lane], strip.query[lane]).shift;
+        strip.top[lane] = Ending<T>::load(plan, b, strip.head[lane], strip.query[lane]).top;
     }
     const bool crowds = task.rows >= Lanes;
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
@@ -154,20 +154,20 @@ class Look {
   // Scores become weights.
   template <int NR>
   void weigh(const Strip<A>& strip, index keys, bool hidden) {
-    F shift[NR], factor[NR];
+    F top[NR], factor[NR];
     for (int c = 0; c < NR; ++c) {
       T lanes[W];
       for (int i = 0; i < W; ++i)
         lanes[i] = Ending<T>::load(plan, b, strip.head[c * W + i], strip.query[c * W + i]).factor;
       factor[c] = A::load(lanes);
-      shift[c] = A::load(strip.shift + c * W);
+      top[c] = A::load(strip.top + c * W);
     }
-    const F units = A::all(unit);
+    const PowersOfTwo<A> weight_of(unit);
     for (index i = 0; i < keys; ++i)
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         T* at = scores + (i * NR + c) * W;
-        F weight = exp2_of<A>(A::power(A::load(at), units, shift[c])) * factor[c];
+        F weight = weight_of(A::load(at) - top[c]) * factor[c];
         if (hidden) weight = A::select((I)A::load(visible + (i * NR + c) * W), weight, F{});  // the state may be NaN
         A::store(at, weight);
       }

@@ -12,14 +12,14 @@ void merge(const Plan& plan, const Task& task, const void* const* parts, index c
   using T = typename A::T;
   const index V = plan.sizes.V, group = plan.sizes.group();
   const T none = -__builtin_inff();
+  const double unit = score_unit<T>(plan);
   T sum[256];
   for (index row = 0; row < task.rows; ++row) {
     const auto part = [&](index i) { return static_cast<const T*>(parts[i]) + row * (V + 2); };
     T top = none, total = 0;
     for (index i = 0; i < count; ++i) top = part(i)[V] > top ? part(i)[V] : top;
-    const T shift = top == none ? 0 : top;
     const auto weight = [&](index i) {
-      return part(i)[V] == none ? T(0) : static_cast<T>(exp2(double(part(i)[V] - shift)));
+      return part(i)[V] == none ? T(0) : static_cast<T>(exp2((double(part(i)[V]) - double(top)) * unit));
     };
     // A part that saw only NaN has no top, but its total says so.
     for (index i = 0; i < count; ++i) total += part(i)[V] == none ? part(i)[V + 1] : part(i)[V + 1] * weight(i);

@@ -75,7 +75,8 @@ struct Plan {
   std::uint64_t seed = 0;
   Statistics statistics;
 
-  bool plain() const { return !allowed.data && !bias.data && softcap == 0 && scale > 0; }
+  // Whether scores can be left as they are, with the scale in the unit of the powers of two.
+  bool plain() const { return !allowed.data && !bias.data && softcap == 0 && scale > 1e-30 && scale < 1e30; }
 };
 
 // Rows [row, row + rows) of the (query, group head) pairs that read key/value head g, over keys [key, key + keys).

@@ -112,7 +112,8 @@ class Received {
   template <int NR, bool Adjusts>
   inline __attribute__((always_inline)) void add_rows(const Piece& piece, const Passing& rows, index from, index to,
                                                       F (&sum)[NR]) {
-    const F units = A::all(unit), none = A::all(-__builtin_inff());
+    const PowersOfTwo<A> weight_of(unit);
+    const F none = A::all(-__builtin_inff());
     const F scaled = A::all(static_cast<T>(plan.scale)), cap = A::all(static_cast<T>(plan.softcap));
     I key[NR];
     if (Adjusts)
@@ -120,12 +121,12 @@ class Received {
         for (int i = 0; i < W; ++i) key[c][i] = static_cast<typename A::Int>(piece.strip.query[c * W + i]);
     for (index r = from; r < to; ++r) {
       const Ending<T> end = Ending<T>::load(plan, task.b, rows.head, rows.query + r);
-      const F shift = A::all(end.shift), factor = A::all(end.factor);
+      const F top = A::all(end.top), factor = A::all(end.factor);
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         F score = A::load(scores + (r * NR + c) * W);
         if (!Adjusts) {
-          sum[c] = A::fma(exp2_of<A>(A::power(score, units, shift)), factor, sum[c]);
+          sum[c] = A::fma(weight_of(score - top), factor, sum[c]);
           continue;
         }
         I seen = (key[c] >= A::all_int(static_cast<typename A::Int>(rows.start[r]))) &
@@ -141,7 +142,7 @@ class Received {
             score += bias;
           }
         }
-        const F weight = exp2_of<A>(A::power(score, units, shift)) * factor;
+        const F weight = weight_of(score - top) * factor;
         sum[c] += A::select(seen, weight, F{});
       }
     }

@@ -34,7 +34,7 @@ typename A::F tanh_of(typename A::F x, typename A::F* slope = nullptr) {
     for (int i = 5; i >= 0; --i) near = A::fma(near, u, A::all(c[i]));
     const F size = x < F{} ? -x : x;
     const F capped = size > A::all(20) ? A::all(20) : size;  // NaN stays
-    const F e = exp2_of<A>(capped * A::all(-2.885390081777927f));
+    const F e = PowersOfTwo<A>(2.885390081777927f)(-capped);
     const F below = A::all(1) + e, far = (A::all(1) - e) / below;
     if (slope) *slope = A::all(4) * e / (below * below);
     return A::select(size < A::all(0.625f), near * x, A::select(x < F{}, -far, far));

@@ -18,15 +18,13 @@ inline index stretch_end(index key, index i, index count) {
   return end < count ? end : count;
 }
 
-// Adds up a tile: the sum of weights 2^(score * unit - shift), which take the place of the scores. If `Spread`, also of
-// weight * log2(weight); `from` is then the score whose weight is exactly 1, rather than its shift, so that a row with
-// one weight that counts has an entropy of 0 and not of a rounding error.
+// Adds up a tile: the sum of weights 2^((score - from) * unit), which take the place of the scores. If `Spread`, also
+// of weight * log2(weight).
 template <class A, int NR, bool Spread>
-inline __attribute__((always_inline)) void add_up(index key, index count, typename A::T* scores, typename A::T unit,
-                                                  const typename A::F (&from)[NR], typename A::F (&sum)[NR],
-                                                  typename A::F (&spread)[NR]) {
+inline __attribute__((always_inline)) void add_up(index key, index count, typename A::T* scores,
+                                                  const PowersOfTwo<A>& weight_of, const typename A::F (&from)[NR],
+                                                  typename A::F (&sum)[NR], typename A::F (&spread)[NR]) {
   using F = typename A::F;
-  const F units = A::all(unit), least = A::all(least_power<A>);
 #pragma GCC unroll 4
   for (int c = 0; c < NR; ++c) sum[c] = spread[c] = F{};
   for (index i = 0; i < count;) {
@@ -37,13 +35,10 @@ inline __attribute__((always_inline)) void add_up(index key, index count, typena
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         typename A::T* at = scores + (i * NR + c) * A::W;
-        const F score = A::load(at);
-        const F power = Spread ? A::max(least, (score - from[c]) * units)  // 0 * -inf is 0 here
-                               : A::power(score, units, from[c]);
-        const F weight = exp2_of<A>(power);
+        const F below = A::load(at) - from[c], weight = weight_of(below);
         A::store(at, weight);
         part[c] += weight;
-        if (Spread) wide[c] = A::fma(weight, power, wide[c]);
+        if (Spread) wide[c] = A::fma(weight, weight_of.power(below), wide[c]);
       }
     }
 #pragma GCC unroll 4
@@ -99,20 +94,20 @@ struct Observer {
     }
   }
 
-  // Adds a tile where the shift is given. A row whose shift is NaN still has weights of 0 where `visible` (null: it all
+  // Adds a tile where the top is given. A row whose top is NaN still has weights of 0 where `visible` (null: it all
   // is) says so.
   template <int NR>
   void add_given(Strip<A>& strip, index key, index count, const T* scores, T unit, const T* visible) {
-    const F units = A::all(unit), least = A::all(least_power<A>);
+    const PowersOfTwo<A> weight_of(unit);
     for (int c = 0; c < NR; ++c) {
-      const F shift = A::load(strip.shift + c * W);
+      const F top = A::load(strip.top + c * W);
       F sum = F{}, wide = F{};
       for (index i = 0; i < count;) {
         F part = F{}, part_wide = F{};
         for (const index end = stretch_end(key, i, count); i < end; ++i) {
           const index at = (i * NR + c) * W;
-          const F power = A::max(least, A::power(A::load(scores + at), units, shift));
-          F weight = exp2_of<A>(power), product = weight * power;
+          const F below = A::load(scores + at) - top;
+          F weight = weight_of(below), product = weight * weight_of.power(below);
           if (visible) {
             const I seen = (I)A::load(visible + at);
             weight = A::select(seen, weight, F{}), product = A::select(seen, product, F{});
@@ -126,24 +121,21 @@ struct Observer {
     }
   }
 
-  // `total` is what the strip has summed up for the lane, and `top` its largest score.
-  void write(const Plan& plan, index b, index h, index q, int lane, const Ending<T>& end, T total, T top, T unit) {
+  // `total` is what the strip has summed up for the lane.
+  void write(const Plan& plan, index b, index h, index q, int lane, const Ending<T>& end, T total, T unit) {
     const Statistics& s = plan.statistics;
     const index at = (b * plan.sizes.H + h) * plan.sizes.Q + q;
     const double f = end.factor;
     if (s.entropy) {
-      const double by = plan.given ? f : 1 / (double(total) + sink_power(plan, h, double(top) * double(unit)));
+      const double by = plan.given ? f : 1 / (double(total) + sink_weight(plan, h, end.top));
       const double bits = by > 0 && total != 0 ? -by * (double(spread[lane]) + double(total) * log2(by)) : total * 0;
-      static_cast<T*>(s.entropy)[at] = bits < 0 ? T(0) : static_cast<T>(bits * 0.6931471805599453);
+      static_cast<T*>(s.entropy)[at] = bits <= 0 ? T(0) : static_cast<T>(bits * 0.6931471805599453);
     }
-    if (s.mass) {
-      const double by = s.entropy && !plan.given ? f * exp2(double(top) * double(unit) - double(end.shift)) : f;
-      static_cast<T*>(s.mass)[at] = total == 0 ? T(0) : static_cast<T>(double(total) * by);
-    }
+    if (s.mass) static_cast<T*>(s.mass)[at] = total == 0 ? T(0) : static_cast<T>(double(total) * f);
     if (s.count) sort(lane * s.count, s.count);
     for (index i = 0; i < s.count; ++i) {
       const index from = lane * s.count + i;
-      const double power = fma(double(best[from]), double(unit), -double(end.shift));
+      const double power = (double(best[from]) - double(end.top)) * double(unit);
       const double none = f == f ? 0 : f;
       static_cast<T*>(s.weights)[at * s.count + i] = static_cast<T>(keys[from] < 0 ? none : exp2(power) * f);
       s.keys[at * s.count + i] = keys[from];
@@ -151,12 +143,6 @@ struct Observer {
   }
 
  private:
-  // What a sink adds to the sum of weights where the weight 1 stands for 2^level.
-  static double sink_power(const Plan& plan, index h, double level) {
-    constexpr double log2e = 1.4426950408889634;
-    return plan.sinks ? exp2(double(static_cast<const T*>(plan.sinks)[h]) * log2e - level) : 0;
-  }
-
   // The least of the n best of each lane.
   F worst(index n, int c) const {
     T edge[W];

@@ -23,8 +23,7 @@ struct Strip {
   Int start[Lanes], stop[Lanes];
   T* q;      // (D, lanes)
   T* mixed;  // (V, lanes): sum of weight times value, not yet normalised
-  T* top;    // (lanes): the largest score
-  T* shift;  // (lanes): `top` in powers of two, rounded once; -inf while nothing is seen
+  T* top;    // (lanes): the largest score, whose weight is 1 until the row ends; -inf while nothing is seen
   T* total;  // (lanes): sum of the weights
 
   // Which query and head each lane is, and which of the task's keys it sees.
@@ -65,7 +64,7 @@ struct Strip {
     pack(plan.q, plan.type, task.b, plan.sizes.D, rowwise, q);
     begun = true;
     std::memset(mixed, 0, sizeof(T) * plan.sizes.V * lanes);
-    for (int lane = 0; lane < lanes; ++lane) top[lane] = shift[lane] = -__builtin_inff(), total[lane] = 0;
+    for (int lane = 0; lane < lanes; ++lane) top[lane] = -__builtin_inff(), total[lane] = 0;
   }
 
   // The lanes' rows of a view turned into to[width][lanes]. `rowwise` has room for W rows.

@@ -15,17 +15,23 @@ T score_unit(const Plan& plan) {
   return static_cast<T>(plan.plain() ? plan.scale * log2e : log2e);
 }
 
-// What turns a power of two back into a score, to be multiplied with: the unit was rounded, and this takes it back.
+// A score as the softmax sees it: a plain plan leaves the scale to the unit.
 template <class T>
-double power_score(const Plan& plan) {
-  return (plan.plain() ? plan.scale : 1) / double(score_unit<T>(plan));
+double natural(const Plan& plan, T score) {
+  return plan.plain() ? double(score) * plan.scale : double(score);
 }
 
-// How a row ends: a weight is 2^(score * unit - shift) * factor, and lse is the log-sum-exp. (shift, factor) is the
-// state the backward pass starts from: lse alone would lose digits where scores are large.
+// What a head's sink adds to the sum of weights of a row with this top.
+template <class T>
+double sink_weight(const Plan& plan, index h, T top) {
+  return plan.sinks ? exp(double(static_cast<const T*>(plan.sinks)[h]) - natural(plan, top)) : 0;
+}
+
+// How a row ends: a weight is 2^((score - top) * unit) * factor, and lse is the log-sum-exp. (top, factor) is the state
+// the backward pass starts from: lse alone would lose digits where scores are large.
 template <class T>
 struct Ending {
-  T factor, lse, shift;
+  T factor, lse, top;
 
   // From the state that a plan is given.
   static Ending load(const Plan& plan, index b, index h, index q) {
@@ -36,29 +42,29 @@ struct Ending {
   void save(const Plan& plan, index b, index h, index q) const {
     const index at = (b * plan.sizes.H + h) * plan.sizes.Q + q;
     if (plan.lse) static_cast<T*>(plan.lse)[at] = lse;
-    if (plan.state) static_cast<T*>(plan.state)[2 * at] = shift, static_cast<T*>(plan.state)[2 * at + 1] = factor;
+    if (plan.state) static_cast<T*>(plan.state)[2 * at] = top, static_cast<T*>(plan.state)[2 * at + 1] = factor;
   }
 };
 
-// `total` is the sum of 2^(score * unit - shift).
+// `total` is the sum of 2^((score - top) * unit).
 template <class T>
-Ending<T> ending(const Plan& plan, index h, T shift, T total) {
-  constexpr double ln2 = 0.6931471805599453;
+Ending<T> ending(const Plan& plan, index h, T top, T total) {
   const T none = -__builtin_inff();
-  const bool dead = shift == none && total == 0;
+  const bool dead = top == none && total == 0;
+  const double level = natural(plan, top);
   if (plan.sinks) {
-    const T sink = static_cast<const T*>(plan.sinks)[h], level = sink * static_cast<T>(1 / ln2);
+    const T sink = static_cast<const T*>(plan.sinks)[h];
     if (dead) return {T(0), sink, -none};
-    if (level > shift) {
-      const T ratio = static_cast<T>(exp2(double(shift) - double(level))), sum = total * ratio + 1;
-      return {ratio / sum, static_cast<T>(sink + log(double(sum))), shift};
+    if (double(sink) > level) {
+      const T ratio = static_cast<T>(exp(level - double(sink))), sum = total * ratio + 1;
+      return {ratio / sum, static_cast<T>(sink + log(double(sum))), top};
     }
-    total += static_cast<T>(exp2(double(level) - double(shift)));
+    total += static_cast<T>(sink_weight(plan, h, top));
   }
   if (dead) return {T(0), none, -none};  // exp2(anything - inf) is 0
-  if (!plan.lse) return {1 / total, T(0), shift};
+  if (!plan.lse) return {1 / total, T(0), top};
   const double sum = sizeof(T) == 8 ? log(double(total)) : double(logf(float(total)));
-  return {1 / total, static_cast<T>(double(shift) * power_score<T>(plan) + sum), shift};
+  return {1 / total, static_cast<T>(level + sum), top};
 }
 
 // The generator of dropout: counter-based, the same numbers on every backend.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,11 +204,12 @@ class Problem:
                          threads, d_lse=0 if d_lse is None else d_lse.data_ptr(), isa=isa, **options)  # fmt: skip
         return grads[0], grads[1], grads[2]
 
-    def plain_gradients(self, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None = None) -> list[Tensor]:
+    def plain_gradients(self, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None = None,
+                        product: Callable = torch.matmul) -> list[Tensor]:  # fmt: skip
         """By autograd, every operation in `dtype`."""
         inputs = [t.to(dtype).detach().requires_grad_() for t in (self.q, self.k, self.v)]
         own = replace(self, q=inputs[0], k=inputs[1], v=inputs[2])
-        out, lse = own.plain(dtype)
+        out, lse = own.plain(dtype, product)
         total = (out * d_out.to(dtype)).sum()
         if d_lse is not None:
             total = total + (lse.masked_fill(lse == -math.inf, 0.0) * d_lse.to(dtype)).sum()
@@ -229,21 +230,52 @@ def rounding(exact: Tensor, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (finite.abs().max().item() if finite.numel() else 0.0)
 
 
-def assert_within_bound(problem: Problem, isa: str, **call: Any) -> None:
-    """At most twice the error of the plain implementation in the same dtype."""
+@dataclass
+class Judged:
+    """An error, and the most that it may be."""
+
+    found: float
+    most: float
+
+
+def judge(ours: Tensor, exact: Tensor, plain: Callable[[Callable], Tensor], own: float) -> Judged:
+    """The error of `ours`: it may be twice that of `plain(product)`, and `own` more.
+
+    torch's product is one way to round every operation; where it was lucky, those in other orders speak too.
+    """
+    judged = Judged(error(ours, exact), 0.0)
+    for product in (torch.matmul, one_by_one, from_the_end):
+        judged.most = max(judged.most, 2 * error(plain(product), exact) + own)
+        if judged.found <= judged.most:
+            break
+    return judged
+
+
+def judge_both(problem: Problem, isa: str, **call: Any) -> tuple[Judged, Judged]:
+    """Of the output, and of the log-sum-exp."""
     out, lse = problem.native(isa, **call)
     exact, exact_lse = problem.plain(torch.float64)
     dtype = problem.q.dtype
     if dtype == torch.float64:  # the oracle's own error is of the same size
-        assert error(out, exact) <= 64 * rounding(problem.v, dtype)
-        assert error(lse, exact_lse) <= 64 * (rounding(exact_lse, dtype) + torch.finfo(dtype).eps)
-        return
-    products = (torch.matmul, one_by_one, from_the_end) if problem.k.shape[2] else (torch.matmul,)
-    plain = max(error(problem.plain(dtype, product)[0], exact) for product in products)
-    assert error(out, exact) <= 2 * plain + rounding(exact, dtype)
-    # The log-sum-exp is float32 whatever the tensors are.
-    plain = max(error(problem.plain(torch.float32, product)[1], exact_lse) for product in products)
-    assert error(lse, exact_lse) <= 2 * plain + rounding(exact_lse, torch.float32)
+        most = 64 * (rounding(exact_lse, dtype) + torch.finfo(dtype).eps)
+        return Judged(error(out, exact), 64 * rounding(problem.v, dtype)), Judged(error(lse, exact_lse), most)
+    own = rounding(exact_lse, torch.float32)  # the log-sum-exp is float32 whatever the tensors are
+    return (
+        judge(out, exact, lambda product: problem.plain(dtype, product)[0], rounding(exact, dtype)),
+        judge(lse, exact_lse, lambda product: problem.plain(torch.float32, product)[1], own),
+    )
+
+
+def assert_fine(judged: Sequence[Judged]) -> None:
+    """Of one draw, or of several on the mean."""
+    found, most = sum(j.found for j in judged), sum(j.most for j in judged)
+    assert found <= most, f"error {found / len(judged):.3g}, at most {most / len(judged):.3g} is allowed"
+
+
+def assert_within_bound(problem: Problem, isa: str, **call: Any) -> None:
+    """At most twice the error of the plain implementation in the same dtype."""
+    for judged in judge_both(problem, isa, **call):
+        assert_fine([judged])
 
 
 def random(B: int, H: int, G: int, Q: int, K: int, D: int, V: int, dtype: torch.dtype = torch.float32, draw: int = 0,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
-from oracle import ISAS, Problem, error, rounding
+from oracle import ISAS, Problem, assert_fine, judge, rounding
 from test_kernel_forward import CASES, OPTIONS, Case, noise
 
 all_isas = pytest.mark.parametrize("isa", ISAS)
-NAMES = ("d_q", "d_k", "d_v")
 
 
 def check(problem: Problem, isa: str, with_lse: bool = False) -> None:
@@ -19,11 +19,13 @@ def check(problem: Problem, isa: str, with_lse: bool = False) -> None:
     d_lse = noise(B, H, Q).to(problem.wide) if with_lse else None
     ours = problem.native_gradients(d_out, d_lse, isa)
     exact = problem.plain_gradients(torch.float64, d_out, d_lse)
-    plain = problem.plain_gradients(problem.q.dtype, d_out, d_lse)
-    eps = torch.finfo(problem.q.dtype).eps
-    for name, a, b, c in zip(NAMES, ours, exact, plain, strict=True):
-        own = 256 * eps * max(1.0, b.abs().max().item()) if problem.q.dtype == torch.float64 else 0.0
-        assert error(a, b) <= 2 * error(c, b) + rounding(b, problem.q.dtype) + own, name
+    dtype = problem.q.dtype
+    plain = functools.cache(lambda product: problem.plain_gradients(dtype, d_out, d_lse, product))
+    for i, (a, b) in enumerate(zip(ours, exact, strict=True)):
+        own = rounding(b, dtype)
+        if dtype == torch.float64:  # the oracle's own error is of the same size
+            own += 256 * torch.finfo(dtype).eps * max(1.0, b.abs().max().item())
+        assert_fine([judge(a, b, lambda product, i=i: plain(product)[i], own)])
 
 
 SOME = [c for c in CASES if c.Q and c.K and c.V]
@@ -50,10 +52,11 @@ def test_sinks_stand_in_the_denominator(option: str, isa: str) -> None:
 
 
 @all_isas
-def test_large_logits_keep_their_digits(isa: str) -> None:
+@pytest.mark.parametrize("size", [1e4, 1e12, 1e19], ids=str)
+def test_large_logits_keep_their_digits(isa: str, size: float) -> None:
     problem = CASES[4].problem(scale=1.0)
     problem.q[..., 0] = 100.0
-    problem.k[..., 0] = torch.where(torch.arange(problem.k.shape[2]) % 3 == 0, 100.0, -100.0)
+    problem.k[..., 0] = torch.where(torch.arange(problem.k.shape[2]) % 3 == 0, size / 100, -size / 100)
     check(problem, isa)
 
 

@@ -1,8 +1,8 @@
 """Statistics of attention weights by the C++ kernel, on the CPU: see `statistics`.
 
-A pass over the scores of queries leaves a state for each: shift and factor, such that a weight is
-2^(score·unit − shift) · factor, where unit is log₂e rounded (see native/README.md). Any log-sum-exp can be written so,
-without losing digits: shift is lse·unit rounded, and factor is what the rounding took.
+A pass over the scores of queries leaves a state for each: top and factor, such that a weight is
+2^((score − top)·unit) · factor, where unit is log₂e rounded (see native/README.md). Any log-sum-exp can be written so,
+without losing digits: top is lse rounded, and factor is what the rounding took.
 """
 
 import math
@@ -92,24 +92,25 @@ def _found(region: Region, asked: dict[str, Any]) -> Tensor:
     shape, exact = region.shape[:3], region.exact
     lse, state = torch.empty(shape, dtype=exact), torch.empty(*shape, 2, dtype=exact)
     _attend(region, lse=lse.data_ptr(), state=state.data_ptr(), **asked)
-    shift, factor = state.double().unbind(-1)
-    exact_lse = (shift - factor.log2()) / _unit(region)
+    top, factor = state.double().unbind(-1)
+    exact_lse = top * _scale(region) - factor.log()
     return torch.where(factor > 0, exact_lse, lse.double())  # where only a sink is seen, or nothing, lse is exact
 
 
-def _unit(region: Region) -> float:
-    """What the kernel multiplies a score with to get a power of two, rounded as there."""
-    plain = region.dense is None and region.bias is None and not region.softcap and region.scale > 0
-    scale = region.scale if plain else 1.0  # else the kernel scales, caps and biases before
-    return torch.tensor(scale / math.log(2), dtype=region.exact).item() / scale
+def _scale(region: Region) -> float:
+    """What the kernel leaves to the unit: the scale of a plain call; else it scales, caps and biases before."""
+    plain = region.dense is None and region.bias is None and not region.softcap and 1e-30 < region.scale < 1e30
+    return region.scale if plain else 1.0
 
 
 def _state(region: Region, lse: Tensor) -> Tensor:
-    powers = lse.double() * _unit(region)
-    shift = powers.to(region.exact)
-    factor = torch.exp2(shift.double() - powers).to(region.exact)
+    scale, exact = _scale(region), region.exact
+    level = lse.double() / scale  # as the kernel's scores are
+    top = level.to(exact)
+    unit = torch.tensor(scale / math.log(2), dtype=exact).double()
+    factor = torch.exp2((top - level) * unit).clamp(max=torch.finfo(exact).max).to(exact)
     nothing = lse == -torch.inf
-    return torch.stack([shift.masked_fill(nothing, torch.inf), factor.masked_fill(nothing, 0)], -1)
+    return torch.stack([top.masked_fill(nothing, torch.inf), factor.masked_fill(nothing, 0)], -1)
 
 
 def _pass(region: Region, lse: Tensor, **asked: Any) -> None:
