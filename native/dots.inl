@@ -7,37 +7,58 @@
 namespace multihead {
 namespace {
 
-// W dot products: lane r * (W / R) + i is from[i] . few[r], where few[r] starts at few + r * step and is padded with
-// zeros to whole vectors. `from` is read only up to `width`. What lies `ahead` numbers further is fetched meanwhile:
-// rows are too short for the hardware to find out that they follow each other.
-template <class A, int R>
-inline __attribute__((always_inline)) typename A::F dots(const typename A::T* const (&from)[A::W / R],
-                                                         const typename A::T* few, index step, index width,
-                                                         index ahead) {
+// What to ask for meanwhile, because it is read next: while number d of row i is read, from + d * along + i * across.
+template <class T>
+struct Ahead {
+  const T* from;
+  index along, across;
+};
+
+// to[r * N + i] = from[i] . few[r], where few[r] starts at few + r * step and is padded with zeros to whole vectors.
+// `from` is read only up to `width`.
+template <class A, int N, int R>
+inline __attribute__((always_inline)) void dots(const typename A::T* const (&from)[N], const typename A::T* few,
+                                                index step, index width, const Ahead<typename A::T>& ahead,
+                                                typename A::T* to) {
   using F = typename A::F;
-  constexpr int W = A::W, at_once = W / R;
-  F sum[W];
+  constexpr int W = A::W, groups = (N * R + W - 1) / W;
+  F sum[groups][W];
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) sum[i] = F{};
+  for (int i = 0; i < groups * W; ++i) sum[i / W][i % W] = F{};
   index d = 0;
   for (; d + W <= width; d += W) {
-    F right[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) right[r] = A::load(few + r * step + d);
+    F left[N];
 #pragma GCC unroll 16
-    for (int i = 0; i < at_once; ++i) {
-      const F x = A::load(from[i] + d);
-      fetch(from[i] + d + ahead);
+    for (int i = 0; i < N; ++i) {
+      left[i] = A::load(from[i] + d);
+      fetch(ahead.from + d * ahead.along + i * ahead.across);
+    }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[r * at_once + i] = A::fma(x, right[r], sum[r * at_once + i]);
+    for (int r = 0; r < R; ++r) {
+      const F right = A::load(few + r * step + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        F& at = sum[(r * N + i) / W][(r * N + i) % W];
+        at = A::fma(left[i], right, at);
+      }
     }
   }
   if (d < width)
-    for (int i = 0; i < at_once; ++i) {
-      const F x = A::load_some(from[i] + d, static_cast<int>(width - d));
-      for (int r = 0; r < R; ++r) sum[r * at_once + i] = A::fma(x, A::load(few + r * step + d), sum[r * at_once + i]);
+    for (int i = 0; i < N; ++i) {
+      const F left = A::load_some(from[i] + d, static_cast<int>(width - d));
+      for (int r = 0; r < R; ++r) {
+        F& at = sum[(r * N + i) / W][(r * N + i) % W];
+        at = A::fma(left, A::load(few + r * step + d), at);
+      }
     }
-  return A::sums(sum);
+#pragma GCC unroll 4
+  for (int g = 0; g < groups; ++g) {
+    const F sums = A::sums(sum[g]);
+    if ((g + 1) * W <= N * R)
+      A::store(to + g * W, sums);
+    else
+      A::store_some(to + g * W, sums, N * R - g * W);
+  }
 }
 
 }  // namespace

@@ -17,8 +17,7 @@ class Few {
   using F = typename A::F;
   using I = typename A::I;
   static constexpr int W = A::W;
-  static constexpr index page = 16;   // keys whose values are mixed before the next ones are read
-  static constexpr index ahead = 48;  // keys that are asked for before they are scored
+  static constexpr index page = 16;  // keys whose values are mixed before the next ones are read
   static constexpr int most_rows = W / 2 < 8 ? W / 2 : 8;
 
   static index scratch_bytes(const Plan& plan) {
@@ -87,7 +86,7 @@ class Few {
       index k_stride, v_stride;
       const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, false);
       const T* v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, false);
-      score<R>(k, k_stride, to - from);
+      score<R>(k, k_stride, v, v_stride, to - from);
       T decay[R];
       bool hidden = false;
       for (int r = 0; r < R; ++r) hidden |= weigh(row[r], scores + r * (tile_keys + W), from, to - from, decay[r]);
@@ -99,23 +98,24 @@ class Few {
           for (int r = 0; r < R; ++r)
             mix_seen(row[r], r, values, v_stride, weights + r * (tile_keys + W), from + i, count, decay[r]);
         else
-          mix<R>(values, v_stride, weights, count, decay);
+          mix<R>(values, v_stride, weights, count, decay, k + (tile_keys + i) * k_stride, k_stride);
         for (int r = 0; r < R; ++r) decay[r] = 1;
       }
     }
     for (int r = 0; r < task.rows; ++r) finish(r);
   }
 
-  // scores[r][key] = q_r . k_key.
+  // scores[r][key] = q_r . k_key. The tile's values are asked for meanwhile, and the next tile's keys while values are
+  // mixed: memory delivers one of them all the time, and arithmetic never waits for what it asked for last.
   template <int R>
-  void score(const T* k, index stride, index keys) {
+  void score(const T* k, index stride, const T* v, index v_stride, index keys) {
     constexpr int at_once = W / R;
     const index step = padded(plan.sizes.D);
     for (index key = 0; key < keys; key += at_once) {
       const T* from[at_once];
       for (int i = 0; i < at_once; ++i) from[i] = k + (key + i < keys ? key + i : keys - 1) * stride;
       T sums[W];
-      A::store(sums, dots<A, R>(from, q, step, plan.sizes.D, ahead * stride));
+      dots<A, at_once, R>(from, q, step, plan.sizes.D, {v + key * v_stride, 1, v_stride}, sums);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
         std::memcpy(scores + r * (tile_keys + W) + key, sums + r * at_once, sizeof(T) * at_once);
@@ -185,28 +185,36 @@ class Few {
     return hidden;
   }
 
-  // mixed[r] = mixed[r] * decay[r] + weights[r] . v, as many vectors of the width at once as the registers hold.
+  // mixed[r] = mixed[r] * decay[r] + weights[r] . v, as many vectors of the width at once as the registers hold; `next`
+  // is what to ask for meanwhile, row by row.
   template <int R>
-  void mix(const T* v, index stride, const T* weights, index keys, const T (&decay)[R]) {
-    constexpr int at_once = R == 1 ? 8 : R == 2 ? 4 : R == 4 ? 2 : 1;
+  void mix(const T* v, index stride, const T* weights, index keys, const T (&decay)[R], const T* next, index next_row) {
+    constexpr int sums = A::MR(A::NR) * A::NR, at_once = R == 1 || sums >= 8 * R ? 8
+                                                         : sums >= 4 * R         ? 4
+                                                         : sums >= 2 * R         ? 2
+                                                                                 : 1;
     const index V = plan.sizes.V;
     index j = 0;
-    for (; j + at_once * W <= V; j += at_once * W) mix_columns<R, at_once>(v, stride, weights, keys, j, W, decay);
-    for (; j + W <= V; j += W) mix_columns<R, 1>(v, stride, weights, keys, j, W, decay);
-    if (j < V) mix_columns<R, 1>(v, stride, weights, keys, j, static_cast<int>(V - j), decay);
+    for (; j + at_once * W <= V; j += at_once * W)
+      mix_columns<R, at_once>(v, stride, weights, keys, j, W, decay, next, next_row);
+    for (; j + W <= V; j += W) mix_columns<R, 1>(v, stride, weights, keys, j, W, decay, next, next_row);
+    if (j < V) mix_columns<R, 1>(v, stride, weights, keys, j, static_cast<int>(V - j), decay, next, next_row);
   }
 
   template <int R, int C>
   inline __attribute__((always_inline)) void mix_columns(const T* v, index stride, const T* weights, index keys,
-                                                         index j, int width, const T (&decay)[R]) {
+                                                         index j, int width, const T (&decay)[R], const T* next,
+                                                         index next_row) {
     F sum[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = F{};
-    const T* at = v + j;
-    for (index i = 0; i < keys; ++i, at += stride) {
+    const T *at = v + j, *soon = next + j;
+    for (index i = 0; i < keys; ++i, at += stride, soon += next_row) {
       F x[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C * W; c += A::line) fetch(soon + c);
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) x[c] = C > 1 || width == W ? A::load(at + c * W) : A::load_some(at, width);
 #pragma GCC unroll 8

@@ -8,44 +8,53 @@
 namespace multihead {
 namespace {
 
+// Rows of W that meet R rows of x at a time: as many sums as the registers hold.
 template <class A, int R>
-void linear_rows(const Linear& linear, const typename A::T* x, index first, index last, index row, index rows) {
+constexpr int outputs_together = R == 4 && A::W < 16 ? 3
+                                 : A::W / R > 1      ? A::W / R
+                                                     : 2;
+
+// Outputs [first, last) of rows [row, row + R) of x.
+template <class A, int R>
+void linear_rows(const Linear& linear, index first, index last, index row) {
   using T = typename A::T;
-  constexpr int W = A::W, at_once = W / R;
+  constexpr int N = outputs_together<A, R>;
   const T* weight = static_cast<const T*>(linear.weight);
   const T* bias = static_cast<const T*>(linear.bias);
-  T* y = static_cast<T*>(linear.y);
-  const index ahead = at_once * linear.weight_row;
-  for (index o = first; o < last; o += at_once) {
-    const T* from[at_once];
-    for (int i = 0; i < at_once; ++i) from[i] = weight + (o + i < last ? o + i : last - 1) * linear.weight_row;
-    T sums[W];
-    A::store(sums, dots<A, R>(from, x + row * linear.x_row, linear.x_row, linear.inputs, ahead));
-    for (int r = 0; r < R && row + r < rows; ++r)
-      for (int i = 0; i < at_once && o + i < last; ++i)
-        y[(row + r) * linear.y_row + o + i] = sums[r * at_once + i] + (bias ? bias[o + i] : T(0));
+  const T* x = static_cast<const T*>(linear.x) + row * linear.x_row;
+  T* y = static_cast<T*>(linear.y) + row * linear.y_row;
+  const index rows = linear.rows - row < R ? linear.rows - row : R;
+  // The next rows are asked for in the order they lie in memory, where one lies behind the other.
+  const bool dense = linear.weight_row == linear.inputs;
+  for (index o = first; o < last; o += N) {
+    const T* from[N];
+    for (int i = 0; i < N; ++i) from[i] = weight + (o + i < last ? o + i : last - 1) * linear.weight_row;
+    const T* next = weight + (o + N) * linear.weight_row;
+    const Ahead<T> ahead{next, dense ? N : 1, dense ? A::W : linear.weight_row};
+    T sums[R * N];
+    dots<A, N, R>(from, x, linear.x_row, linear.inputs, ahead, sums);
+    for (index r = 0; r < rows; ++r)
+      for (int i = 0; i < N && o + i < last; ++i)
+        y[r * linear.y_row + o + i] = sums[r * N + i] + (bias ? bias[o + i] : T(0));
   }
 }
 
 // Outputs [first, last) of every row. A short run of weight rows stays in the cache while the rows of x pass.
 template <class A>
 void linear(const Linear& linear, index first, index last) {
-  using T = typename A::T;
-  constexpr int most = A::W / 2 < 4 ? A::W / 2 : 4;
-  const T* x = static_cast<const T*>(linear.x);
-  const index run = most == 1 ? 1 : A::W / most * 2;
+  const index run = linear.rows <= 4 ? last - first : 4 * outputs_together<A, 4>;
   for (index o = first; o < last; o += run) {
     const index end = o + run < last ? o + run : last;
     for (index row = 0; row < linear.rows;) {
       const index left = linear.rows - row;
-      if (left >= 3 && most == 4) {
-        linear_rows<A, (most < 4 ? 1 : 4)>(linear, x, o, end, row, linear.rows);
+      if (left >= 3) {
+        linear_rows<A, 4>(linear, o, end, row);
         row += 4;
-      } else if (left >= 2 && most >= 2) {
-        linear_rows<A, (most < 2 ? 1 : 2)>(linear, x, o, end, row, linear.rows);
+      } else if (left == 2) {
+        linear_rows<A, 2>(linear, o, end, row);
         row += 2;
       } else {
-        linear_rows<A, 1>(linear, x, o, end, row, linear.rows);
+        linear_rows<A, 1>(linear, o, end, row);
         row += 1;
       }
     }

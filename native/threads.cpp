@@ -54,19 +54,35 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
     for (index i = 0; i < count; ++i) task(context, i, own);
     return true;
   }
-  std::atomic<index> next{0};
-  std::atomic<bool> enough{true};
+#ifdef _OPENMP
+  // Each thread has a run of neighbouring tasks, the same in every call of the same size, so that what it reads is
+  // still in its own cache. One that is done helps the next.
+  constexpr int most_runs = 64;
+  struct alignas(64) Run {
+    std::atomic<index> next;
+    index end;
+  } runs[most_runs];
+  const int n = threads < most_runs ? threads : most_runs;
+  for (int i = 0; i < n; ++i) {
+    runs[i].next.store(i * count / n, std::memory_order_relaxed);
+    runs[i].end = (i + 1) * count / n;
+  }
+  std::atomic<int> able{0};
 #pragma omp parallel num_threads(threads)
   {
     void* own = scratch.at_least(scratch_bytes);
-    if (!own && scratch_bytes) {
-      enough.store(false, std::memory_order_relaxed);
-    } else {
-      for (index i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i, own);
+    if (own || !scratch_bytes) {
+      able.fetch_add(1, std::memory_order_relaxed);
+      for (int i = 0; i < n; ++i) {
+        Run& run = runs[(omp_get_thread_num() + i) % n];
+        for (index at; (at = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) task(context, at, own);
+      }
     }
   }
-  // One thread with memory is enough: it ran every task.
-  return enough.load(std::memory_order_relaxed) || next.load(std::memory_order_relaxed) >= count;
+  return able.load(std::memory_order_relaxed) > 0;  // one thread with memory is enough: it helped all others
+#else
+  return false;
+#endif
 }
 
 }  // namespace multihead
