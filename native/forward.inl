@@ -11,7 +11,8 @@
 namespace multihead {
 namespace {
 
-template <class A, int NR>
+// Scores of the vectors from First on.
+template <class A, int NR, int First = 0>
 struct ScoreGroups {
   using T = typename A::T;
   using F = typename A::F;
@@ -25,18 +26,19 @@ struct ScoreGroups {
   template <int MR>
   inline __attribute__((always_inline)) void group(index i) {
     F sum[MR][NR];
-    accumulate<A, MR, NR, true>(k + i * stride, stride, q, depth, sum);
+    accumulate<A, MR, NR, true, First>(k + i * stride, stride, q, depth, sum);
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-      for (int c = 0; c < NR; ++c) {
+      for (int c = First; c < NR; ++c) {
         A::store(scores + ((i + r) * NR + c) * A::W, sum[r][c]);
         top[c] = A::max(sum[r][c], top[c]);
       }
   }
 };
 
-template <class A, int NR>
+// `Clipped`: a vector's sums end where the keys that it sees end.
+template <class A, int NR, bool Clipped = false>
 struct MixGroups {
   using T = typename A::T;
   using F = typename A::F;
@@ -46,11 +48,16 @@ struct MixGroups {
   index depth;
   T* mixed;
   F decay[NR];
+  index until[NR] = {};  // if Clipped: the keys of each vector and those before it
 
   template <int MR>
   inline __attribute__((always_inline)) void group(index i) {
     F sum[MR][NR];
-    accumulate<A, MR, NR, false>(v + i, stride, weights, depth, sum);
+    accumulate<A, MR, NR, false>(v + i, stride, weights, Clipped ? until[0] : depth, sum);
+    if constexpr (Clipped && NR > 1)
+      accumulate_more<A, MR, NR, false, 1>(v + i, stride, weights, until[0], until[1], sum);
+    if constexpr (Clipped && NR > 2)
+      accumulate_more<A, MR, NR, false, 2>(v + i, stride, weights, until[1], until[2], sum);
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
@@ -180,38 +187,68 @@ class Forward {
 
   template <int NR>
   void mix(Strip<A>& strip, index key, index keys, const T* k, const T* v) {
-    constexpr int MR = A::MR(NR);
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
-    ScoreGroups<A, NR> score{k, k_stride, strip.q, plan.sizes.D, scores, {}};
-    for (int c = 0; c < NR; ++c) score.top[c] = A::all(-__builtin_inff());
-    in_groups<MR>(keys, score);
-
-    const bool ragged = key < strip.common || key + keys > strip.uncommon;
+    const index sure = plan.plain() && key >= strip.common ? within(strip.uncommon - key, keys) : 0;  // every lane sees
+    F top[NR], unsure[NR];
+    for (int c = 0; c < NR; ++c) top[c] = A::all(-__builtin_inff());
+    if (sure) score<NR, 0>(strip, 0, sure, k, top);
     bool hidden = false, poisoned = false;  // some lane does not see a key; nor a value that is not finite
-    if (ragged || !plan.plain()) {
+    if (sure < keys) {
+      score_clipped<NR, 0>(strip, key, sure, keys, k, unsure);
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};
-      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
+      hidden = adjust<A, NR>(plan, task, strip, key, sure, keys, with, scores, top);
       poisoned = hidden && !hidden_finite(strip, key, keys, v, dense == Seen::some || plan.bias.data);
+      if (poisoned || plan.given) std::memset(visible, 0xff, sizeof(T) * static_cast<std::size_t>(sure * NR * W));
     }
     Observer<A>* observer = plan.statistics.wanted() ? observers + (&strip - strips) : nullptr;
-    if (plan.statistics.count) observer->template rank<NR>(plan.statistics, key, keys, scores, score.top);
+    if (plan.statistics.count) observer->template rank<NR>(plan.statistics, key, keys, scores, top);
     if (plan.given) {
       if (plan.statistics.entropy || plan.statistics.mass)
         observer->template add_given<NR>(strip, key, keys, scores, unit, hidden ? visible : nullptr);
       return;
     }
-    MixGroups<A, NR> into{v, v_stride, scores, keys, strip.mixed, {}};
+    F decay[NR];
     if (plan.statistics.entropy)
-      weigh<NR, true>(strip, observer, key, keys, score.top, into.decay);
+      weigh<NR, true>(strip, observer, key, keys, top, decay);
     else
-      weigh<NR, false>(strip, observer, key, keys, score.top, into.decay);
+      weigh<NR, false>(strip, observer, key, keys, top, decay);
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
     if (poisoned)
-      mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, into.decay);
+      mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, decay);
+    else if (strip.until[0] < key + keys)
+      mix_groups<NR, true>(strip, key, keys, v, decay);
     else
-      in_groups<MR>(plan.sizes.V, into);
+      mix_groups<NR, false>(strip, key, keys, v, decay);
+  }
+
+  // n, or the nearest of 0…most.
+  static index within(index n, index most) { return n < 0 ? 0 : n > most ? most : n; }
+
+  // Scores of the keys [from, to) of a tile for the vectors from First on; `top` becomes the largest of each lane.
+  template <int NR, int First>
+  void score(const Strip<A>& strip, index from, index to, const T* k, F (&top)[NR]) {
+    ScoreGroups<A, NR, First> groups{k + from * k_stride, k_stride, strip.q, plan.sizes.D, scores + from * NR * W, {}};
+    for (int c = First; c < NR; ++c) groups.top[c] = top[c];
+    in_groups<A::MR(NR - First)>(to - from, groups);
+    for (int c = First; c < NR; ++c) top[c] = groups.top[c];
+  }
+
+  // The same, where a vector whose keys have ended is left out.
+  template <int NR, int First>
+  void score_clipped(const Strip<A>& strip, index key, index from, index to, const T* k, F (&top)[NR]) {
+    const index end = within(strip.until[First] - key, to);
+    if (from < end) score<NR, First>(strip, from, end, k, top), from = end;
+    if constexpr (First + 1 < NR)
+      if (from < to) score_clipped<NR, First + 1>(strip, key, from, to, k, top);
+  }
+
+  template <int NR, bool Clipped>
+  void mix_groups(const Strip<A>& strip, index key, index keys, const T* v, const F (&decay)[NR]) {
+    MixGroups<A, NR, Clipped> into{v, v_stride, scores, keys, strip.mixed, {}};
+    for (int c = 0; c < NR; ++c) into.decay[c] = decay[c], into.until[c] = within(strip.until[c] - key, keys);
+    in_groups<A::MR(NR)>(plan.sizes.V, into);
   }
 
   // Whether the values of a tile that may be hidden from some lane are finite.

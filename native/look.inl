@@ -137,7 +137,7 @@ class Look {
     if (!plan.plain() || key < strip.common || key + keys > strip.uncommon) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};
       F top[NR];
-      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, top);
+      hidden = adjust<A, NR>(plan, task, strip, key, 0, keys, with, scores, top);
     }
     weigh<NR>(strip, keys, hidden);
     if (!picture)

@@ -8,27 +8,34 @@
 namespace multihead {
 namespace {
 
-// Sums of MR rows over k, held in registers. UnitK: A is contiguous along k, else along i.
-template <class A, int MR, int NR, bool UnitK>
-inline __attribute__((always_inline)) void accumulate(const typename A::T* a, index stride, const typename A::T* b,
-                                                      index depth, typename A::F (&sum)[MR][NR]) {
+// Adds to the sums of MR rows, held in registers, over k in [from, to) and the vectors from First on. UnitK: A is
+// contiguous along k, else along i.
+template <class A, int MR, int NR, bool UnitK, int First = 0>
+inline __attribute__((always_inline)) void accumulate_more(const typename A::T* a, index stride, const typename A::T* b,
+                                                           index from, index to, typename A::F (&sum)[MR][NR]) {
   using F = typename A::F;
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
-    for (int c = 0; c < NR; ++c) sum[i][c] = F{};
-#pragma GCC unroll 4
-  for (index k = 0; k < depth; ++k) {
+  for (index k = from; k < to; ++k) {
     F column[NR];
 #pragma GCC unroll 4
-    for (int c = 0; c < NR; ++c) column[c] = A::load(b + (k * NR + c) * A::W);
+    for (int c = First; c < NR; ++c) column[c] = A::load(b + (k * NR + c) * A::W);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; ++i) {
       const F x = A::all(UnitK ? a[i * stride + k] : a[k * stride + i]);
 #pragma GCC unroll 4
-      for (int c = 0; c < NR; ++c) sum[i][c] = A::fma(x, column[c], sum[i][c]);
+      for (int c = First; c < NR; ++c) sum[i][c] = A::fma(x, column[c], sum[i][c]);
     }
   }
+}
+
+template <class A, int MR, int NR, bool UnitK, int First = 0>
+inline __attribute__((always_inline)) void accumulate(const typename A::T* a, index stride, const typename A::T* b,
+                                                      index depth, typename A::F (&sum)[MR][NR]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int c = First; c < NR; ++c) sum[i][c] = typename A::F{};
+  accumulate_more<A, MR, NR, UnitK, First>(a, stride, b, 0, depth, sum);
 }
 
 // Runs fn.template group<MR>(first) over `count` rows in groups of at most Most, the last ones evened out so that no

@@ -107,10 +107,11 @@ struct Adjustment {
 };
 
 // Applies scale, softcap, bias and mask to scores[keys][lanes]; `top` becomes the largest score of each lane, and
-// visible[keys][lanes] all ones where a key is seen. True if any key is hidden from any lane.
+// visible[keys][lanes] all ones where a key is seen. True if any key is hidden from any lane. Of a plain plan the keys
+// before `from` may be left out: every lane sees them, and `top` is theirs.
 template <class A, int NR>
-bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key, index keys, const Adjustment& with,
-            typename A::T* scores, typename A::F (&top)[NR]) {
+bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key, index from, index keys,
+            const Adjustment& with, typename A::T* scores, typename A::F (&top)[NR]) {
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
@@ -129,9 +130,9 @@ bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key
   for (int c = 0; c < NR; ++c) {
     std::memcpy(&start[c], strip.start + c * W, sizeof(I));
     std::memcpy(&stop[c], strip.stop + c * W, sizeof(I));
-    top[c] = none;
+    if (from == 0) top[c] = none;
   }
-  for (index i = 0; i < keys; ++i) {
+  for (index i = from; i < keys; ++i) {
     const I at_key = A::all_int(static_cast<typename A::Int>(key + i));
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {

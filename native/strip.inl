@@ -19,6 +19,7 @@ struct Strip {
   int rows = 0;            // rows that exist; lanes beyond repeat the last one and are never stored
   index first, last;       // keys that some lane sees lie in [first, last)
   index common, uncommon;  // keys that every lane sees lie in [common, uncommon)
+  index until[A::NR];      // keys from here on are seen by no lane of this vector, nor of those before it
   index query[Lanes], head[Lanes];
   Int start[Lanes], stop[Lanes];
   T* q;      // (D, lanes)
@@ -45,6 +46,7 @@ struct Strip {
       if (to > last) last = to;
       if (from > common) common = from;
       if (to < uncommon) uncommon = to;
+      until[lane / W] = last;
     }
     if (first >= last) first = last = low;
   }
