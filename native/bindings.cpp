@@ -242,6 +242,7 @@ NB_MODULE(_native, module) {
         return features;
       },
       "What this CPU can do, by name: {'avx2': True, ...}.");
+  module.def("cpu_is_intel", cpu_is_intel, "Whether Intel has made this CPU.");
   module.def(
       "instruction_sets",
       [] {
@@ -280,5 +281,5 @@ NB_MODULE(_native, module) {
              nb::arg("o"), nb::arg("heads"), nb::arg("y"), nb::arg("scale"), nb::arg("threads"),
              nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
              nb::arg("bias") = nb::none(), nb::arg("sinks") = 0, nb::arg("softcap") = 0.0, nb::arg("isa") = "",
-             "The whole layer for a few tokens, fp32: see native/README.md.");
+             "The whole layer, fp32: see native/README.md.");
 }

@@ -24,6 +24,11 @@ unsigned long long saved_state(const Leaf& basic) {
   return (static_cast<unsigned long long>(high) << 32) | low;
 }
 
+bool intel() {
+  const Leaf vendor(0, 0);  // "GenuineIntel"
+  return vendor.ebx == 0x756e6547 && vendor.edx == 0x49656e69 && vendor.ecx == 0x6c65746e;
+}
+
 const Feature* detect() {
   static Feature list[12];
   const Leaf basic(1, 0), extended(7, 0), more(7, 1);
@@ -47,12 +52,16 @@ const Feature* detect() {
 
 #elif defined(__aarch64__)
 
+bool intel() { return false; }
+
 const Feature* detect() {
   static const Feature list[] = {{"neon", true}, {nullptr, false}};  // every AArch64 CPU has it
   return list;
 }
 
 #else
+
+bool intel() { return false; }
 
 const Feature* detect() {
   static const Feature list[] = {{nullptr, false}};
@@ -62,6 +71,11 @@ const Feature* detect() {
 #endif
 
 }  // namespace
+
+bool cpu_is_intel() {
+  static const bool found = intel();
+  return found;
+}
 
 const Feature* cpu_features() {
   static const Feature* const found = detect();

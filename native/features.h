@@ -8,6 +8,9 @@ struct Feature {
   bool present;
 };
 
+// Whether Intel has made this CPU, for whose own the libraries that torch multiplies with are tuned.
+bool cpu_is_intel();
+
 // A fixed list for the architecture of the build, ended by an entry whose name is null.
 const Feature* cpu_features();
 

@@ -5,14 +5,13 @@
 
 namespace multihead {
 
-// y = x W^T + b over a few rows. Rows of x are padded with zeros to a multiple of 16 numbers, and there is room to read
-// three more rows than there are.
+// y = x W^T + b. Row i of x is row i % batch_rows of batch row i / batch_rows.
 struct Linear {
   const void* x;
-  index x_row, rows;
+  index x_batch, x_row, batch_rows, rows;
   const void* weight;
   index weight_row;
-  const void* bias;
+  const void* bias;  // or null
   index inputs, outputs;
   void* y;
   index y_row;
@@ -34,7 +33,11 @@ struct Kernels {
   void (*look_map)(const Looking&, const Task&, void* scratch);  // a task's rows are bins of queries
   index (*received_scratch)(const Looking&);
   void (*received)(const Looking&, const Task&, void* scratch);
-  void (*linear)(const Linear&, index first, index last);  // outputs [first, last)
+  // Outputs [first, last) of a few rows. They lie in one batch row, are padded with zeros to a multiple of 16 numbers,
+  // and there is room to read three more than there are.
+  void (*linear)(const Linear&, index first, index last);
+  index (*linear_scratch)(const Linear&);
+  void (*linear_block)(const Linear&, index row, index first, index last, void* scratch);  // of `lanes` rows
 };
 
 struct Isa {

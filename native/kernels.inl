@@ -6,6 +6,7 @@
 #include "forward.inl"
 #include "kernels.h"
 #include "linear.inl"
+#include "linear_block.inl"
 #include "look.inl"
 #include "merge.inl"
 #include "received.inl"
@@ -44,6 +45,8 @@ constexpr Kernels kernels_of = {
     Received<A>::scratch_bytes,
     Received<A>::run,
     linear<A>,
+    LinearBlock<A>::scratch_bytes,
+    LinearBlock<A>::run,
 };
 // clang-format on
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -11,48 +13,104 @@
 namespace multihead {
 namespace {
 
-// Outputs a task computes: a few hundred kilobytes of weights.
-constexpr index outputs_at_once = 32;
+// Up to so many rows, a product reads W in rows and keeps x in the cache; beyond, x lies in vector lanes.
+constexpr index few_rows = 16;
+
+// A product and how it is cut: `across` blocks of `outputs` outputs, for few rows, or for each of `down` strips of
+// rows.
+struct Job {
+  Linear linear;
+  index outputs, across, down;
+};
 
 struct Run {
   const Kernels* kernels;
-  std::vector<Linear> linears;
+  std::vector<Job> jobs;
 };
 
-void run_one(const void* context, index i, void*) {
+Job job_of(const Linear& linear, const Kernels& kernels, int threads) {
+  const auto blocks = [&](index outputs) { return (linear.outputs + outputs - 1) / outputs; };
+  if (linear.rows <= few_rows) return {linear, 32, blocks(32), 1};  // a few hundred kilobytes of weights
+  const index down = (linear.rows + kernels.lanes - 1) / kernels.lanes;
+  index outputs = 1024;  // each block lays x in lanes anew, which costs as much as about eight outputs
+  while (outputs > 64 && down * blocks(outputs) < 8 * threads) outputs /= 2;
+  return {linear, outputs, blocks(outputs), down};
+}
+
+void run_one(const void* context, index i, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
-  for (const Linear& linear : run.linears) {
-    const index blocks = (linear.outputs + outputs_at_once - 1) / outputs_at_once;
-    if (i < blocks) {
-      const index first = i * outputs_at_once;
-      run.kernels->linear(linear, first, std::min(first + outputs_at_once, linear.outputs));
+  for (const Job& job : run.jobs) {
+    if (i < job.across * job.down) {
+      const index first = i / job.down * job.outputs, last = std::min(first + job.outputs, job.linear.outputs);
+      if (job.linear.rows <= few_rows)
+        run.kernels->linear(job.linear, first, last);
+      else
+        run.kernels->linear_block(job.linear, i % job.down * run.kernels->lanes, first, last, scratch);
       return;
     }
-    i -= blocks;
+    i -= job.across * job.down;
   }
 }
 
-void run_all(const Run& run, int threads) {
-  index count = 0;
-  for (const Linear& linear : run.linears) count += (linear.outputs + outputs_at_once - 1) / outputs_at_once;
-  if (!parallel_run(threads, count, 0, run_one, &run)) throw std::bad_alloc();
+void run_all(const Kernels& kernels, std::initializer_list<Linear> linears, int threads) {
+  Run run{&kernels, {}};
+  index count = 0, scratch = 0;
+  for (const Linear& linear : linears) {
+    run.jobs.push_back(job_of(linear, kernels, threads));
+    count += run.jobs.back().across * run.jobs.back().down;
+    if (linear.rows > few_rows) scratch = std::max(scratch, kernels.linear_scratch(linear));
+  }
+  if (!parallel_run(threads, count, scratch, run_one, &run)) throw std::bad_alloc();
 }
 
-// Rows copied side by side, padded with zeros as `Linear` asks: a whole number of vectors, and a whole group of rows.
-struct Padded {
-  index step;
-  std::vector<float> data;
-  Padded(index rows, index width) : step((width + 15) / 16 * 16), data(static_cast<std::size_t>((rows + 3) * step)) {}
-  void fill(const float* from, index batch, index row, index B, index N, index width) {
-    for (index b = 0; b < B; ++b)
-      for (index n = 0; n < N; ++n)
-        std::memcpy(&data[static_cast<std::size_t>((b * N + n) * step)], from + b * batch + n * row,
-                    sizeof(float) * static_cast<std::size_t>(width));
+// Memory of one call: kept by the thread where it is little, so that none is asked for in each call of a few tokens.
+class Room {
+ public:
+  explicit Room(index numbers) {
+    constexpr index most_kept = 1 << 20;
+    if (numbers > most_kept) {
+      own.reset(new float[static_cast<std::size_t>(numbers)]);
+    } else if (static_cast<index>(kept.size()) < numbers) {
+      kept.resize(static_cast<std::size_t>(numbers));
+    }
+    next = own ? own.get() : kept.data();
+  }
+  float* take(index numbers) {
+    float* piece = next;
+    next += numbers;
+    return piece;
+  }
+
+ private:
+  static thread_local std::vector<float> kept;
+  std::unique_ptr<float[]> own;
+  float* next;
+};
+
+thread_local std::vector<float> Room::kept;
+
+// The rows that a product reads, (B, N, width): as they lie, or, of few, side by side and padded as `linear` asks.
+struct Rows {
+  const float* data;
+  index batch, row, B, N, width;
+
+  index count() const { return B * N; }
+  index step() const { return (width + 15) / 16 * 16; }
+  index numbers() const { return count() <= few_rows ? (count() + 3) * step() : 0; }
+
+  void settle(Room& room) {
+    if (count() > few_rows) return;
+    float* to = room.take(numbers());
+    for (index i = 0; i < count(); ++i) {
+      std::memcpy(to + i * step(), data + i / N * batch + i % N * row, sizeof(float) * static_cast<std::size_t>(width));
+      std::memset(to + i * step() + width, 0, sizeof(float) * static_cast<std::size_t>(step() - width));
+    }
+    data = to, batch = N * step(), row = step();
   }
 };
 
-Linear linear_of(const Padded& x, index rows, const Projection& p, index inputs, index outputs, float* y, index y_row) {
-  return {x.data.data(), x.step, rows, p.weight, p.row, p.bias, inputs, outputs, y, y_row};
+Linear linear_of(const Rows& x, const Projection& p, index outputs, float* y) {
+  return {x.data, x.batch, x.row, x.N, x.count(), p.weight, p.row, p.bias, x.width, outputs, y, outputs};
 }
 
 }  // namespace
@@ -61,26 +119,31 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   Plan& plan = layer.plan;
   const Sizes& s = plan.sizes;
   const Kernels& kernels = *isa.f32;
-  const index rows = s.B * s.Q, seen = s.B * s.K;
   const bool self = layer.context == layer.x && layer.context_batch == layer.x_batch &&
                     layer.context_row == layer.x_row && s.K == s.Q && layer.C == layer.E;
-  Padded x(rows, layer.E), context(self ? 0 : seen, self ? 0 : layer.C), merged(rows, s.H * s.V);
-  x.fill(layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E);
-  if (!self) context.fill(layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C);
-  std::vector<float> projected(static_cast<std::size_t>(rows * s.H * s.D + seen * s.G * (s.D + s.V)));
-  float *q = projected.data(), *k = q + rows * s.H * s.D, *v = k + seen * s.G * s.D;
-  const Padded& from = self ? x : context;
-  run_all({&kernels,
-           {linear_of(x, rows, layer.q, layer.E, s.H * s.D, q, s.H * s.D),
-            linear_of(from, seen, layer.k, layer.C, s.G * s.D, k, s.G * s.D),
-            linear_of(from, seen, layer.v, layer.C, s.G * s.V, v, s.G * s.V)}},
+  Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E};
+  Rows context{layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C};
+  Rows merged{nullptr, s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V};
+  const index q_size = x.count() * s.H * s.D, k_size = context.count() * s.G * s.D,
+              v_size = context.count() * s.G * s.V;
+  const index merged_size = merged.count() * merged.width;
+  Room room(x.numbers() + context.numbers() + merged.numbers() + q_size + k_size + v_size + merged_size);
+  float *q = room.take(q_size), *k = room.take(k_size), *v = room.take(v_size), *mixed = room.take(merged_size);
+  x.settle(room);
+  if (!self) context.settle(room);
+  const Rows& source = self ? x : context;
+  run_all(kernels,
+          {linear_of(x, layer.q, s.H * s.D, q), linear_of(source, layer.k, s.G * s.D, k),
+           linear_of(source, layer.v, s.G * s.V, v)},
           threads);
   plan.q = {q, s.Q * s.H * s.D, s.D, s.H * s.D};
   plan.k = {k, s.K * s.G * s.D, s.D, s.G * s.D};
   plan.v = {v, s.K * s.G * s.V, s.V, s.G * s.V};
-  plan.out = {merged.data.data(), s.Q * merged.step, s.V, merged.step};
+  plan.out = {mixed, merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
-  run_all({&kernels, {linear_of(merged, rows, layer.o, s.H * s.V, layer.E, layer.y, layer.E)}}, threads);
+  merged.data = mixed;
+  merged.settle(room);
+  run_all(kernels, {linear_of(merged, layer.o, layer.E, layer.y)}, threads);
 }
 
 }  // namespace multihead

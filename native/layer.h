@@ -1,4 +1,4 @@
-// The whole layer for a few tokens: projections, attention and output in one call, over the weights as they lie.
+// The whole layer: projections, attention and output in one call, over the weights as they lie.
 #pragma once
 
 #include "kernels.h"

@@ -20,7 +20,7 @@ ORDER = [
     ["backends", "backends.reference", "backends.sdpa", "backends.native"],
     ["backends.region", "backends.blocked", "backends.native_statistics", "backends.statistics"],
     ["attend"],
-    ["few"],
+    ["whole"],
     ["terminal", "plots"],
     ["lens"],
     ["cache"],

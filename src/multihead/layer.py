@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from multihead import few, steps
+from multihead import steps, whole
 from multihead.arguments import check_call, check_input, check_lengths, check_positions
 from multihead.attend import attend, prepare
 from multihead.backends import without_autocast
@@ -174,8 +174,9 @@ class MultiHeadAttention(nn.Module):
         Returns:
             the shape of `x`.
         """
-        if all(given is None for given in (positions, context_positions, cache, lengths, bias)):
-            output = few.layer(self, x, context, mask, backend)
+        plain = positions is None and context_positions is None and cache is None and lengths is None and bias is None
+        if plain:
+            output = whole.layer(self, x, context, mask, backend)
             if output is not None:
                 return output
         if not isinstance(cache, Cache) or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""The whole layer in one call for a few tokens, against the same steps in float64."""
+"""The whole layer in one call, against the same steps in float64."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ CASES = [  # B Q  K   E   C   H  G  D   V   mask    bias   why
     (1, 1, 1, 16, 16, 1, 1, 16, 16, False, False, "one token"),
     (1, 13, 13, 65, 65, 5, 1, 13, 9, True, False, "rows that do not fill a group; widths that do not fill a vector"),
     (3, 2, 2, 40, 40, 2, 2, 20, 20, True, True, "a batch"),
+    (3, 41, 41, 70, 70, 6, 2, 11, 13, True, True, "many tokens: rows in lanes, strips that cross batch rows"),
+    (1, 17, 17, 520, 520, 4, 4, 32, 32, False, False, "one more than few; inputs in three stretches"),
+    (2, 5, 60, 33, 90, 3, 1, 16, 8, False, True, "few queries on many keys: both kinds of product"),
+    (1, 200, 3, 48, 17, 2, 2, 24, 24, False, True, "many queries on few keys"),
 ]
 
 

@@ -1,5 +1,6 @@
 """The whole layer in one native call: as exact as step by step, and never where somebody would notice."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 import multihead as mh
-from multihead import few, native
+from multihead import native, whole
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=f"the native module is {native.missing}")
 
@@ -72,6 +73,55 @@ def test_error_is_at_most_twice_that_of_the_steps(
         assert len(calls) == 1
     bound = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
     assert (fast - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "head_dim": 7, "value_dim": 3, "bias": False}], ids=str)
+def test_many_tokens(options: dict[str, Any], calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "MANY", True)
+    made, x = layer(**options), torch.randn(3, 67, 24)
+    with torch.no_grad():
+        fast = made(x, mask=mh.Causal())
+        assert torch.equal(fast[1], made(x[1], mask=mh.Causal()))  # a batch changes nothing
+        assert len(calls) == 2
+        with mh.backend("reference"):
+            plain = made(x, mask=mh.Causal())
+            exact = made.double()(x.double(), mask=mh.Causal())
+    bound = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (fast - exact).abs().max() <= bound
+
+
+def test_what_a_projection_holds_is_looked_up_again(calls: list[int]) -> None:
+    made, x = layer(), torch.randn(5, 24)
+    with torch.no_grad():
+        made(x)
+        for change in (
+            lambda: made.q_proj.weight.mul_(2),
+            lambda: setattr(made.k_proj.weight, "data", torch.randn(24, 24)),
+            lambda: setattr(made.v_proj.bias, "data", torch.randn(24)),
+            lambda: setattr(made.o_proj, "weight", nn.Parameter(torch.randn(24, 24))),
+            lambda: setattr(made.q_proj, "bias", None),
+            lambda: setattr(made.o_proj.weight, "data", torch.randn(48, 24)[::2]),
+            lambda: setattr(made.v_proj.weight, "data", torch.randn(24, 24).t()),  # not for the native call
+            lambda: made.double().float(),
+        ):
+            change()
+            with mh.backend("reference"):
+                plain = made(x)
+            torch.testing.assert_close(made(x), plain)
+    assert len(calls) == 7
+    halved = copy.deepcopy(made).half()
+    with torch.no_grad():
+        assert halved(x.half()).dtype is torch.float16
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    made, x = layer(), torch.randn(5, 24)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            assert made(x).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_every_way_to_call_it(calls: list[int]) -> None:
@@ -144,16 +194,22 @@ class TestNotTaken:
         assert counter.get_total_flops() > 0
         assert not calls
 
-    def test_in_training_with_dropout_or_with_many_tokens_or_none(self, calls: list[int]) -> None:
+    def test_in_training_with_dropout_or_with_no_tokens(self, calls: list[int]) -> None:
         made = layer(dropout=0.5)
         with torch.no_grad():
-            made(torch.randn(few.ROWS + 1, 24))
             made(torch.randn(2, 0, 24))
             made.train()(torch.randn(5, 24))
         assert not calls
+
+    def test_with_many_tokens_where_torch_multiplies_as_fast(
+        self, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(whole, "MANY", False)
         with torch.no_grad():
-            made.eval()(torch.randn(few.ROWS, 24))
-        assert calls
+            layer()(torch.randn(whole.ROWS + 1, 24))
+            assert not calls
+            layer()(torch.randn(whole.ROWS, 24))
+        assert len(calls) == 1
 
     def test_with_other_numbers(self, calls: list[int]) -> None:
         with torch.no_grad():
