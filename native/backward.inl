@@ -27,8 +27,8 @@ class BackwardQueries {
     const index strips = Forward<A>::block_rows(s) / Lanes;
     const index numbers = strips * Lanes * (2 * s.D + s.V + 4) + tile_keys * (5 * Lanes + s.D + s.V) +
                           W * Forward<A>::row_width(s) + Lanes;
-    return (numbers * static_cast<index>(sizeof(T))) + (strips * 7 + 16) * 64 +
-           strips * static_cast<index>(sizeof(Strip<A>) + 4 * sizeof(T*));
+    return (numbers * static_cast<index>(sizeof(T))) + (strips * 7 + 17) * 64 +
+           strips * static_cast<index>(sizeof(Strip<A>) + 4 * sizeof(T*)) + kept_tiles(plan) * strips * slot_bytes;
   }
 
   static void run(const Gradients& g, const Task& task, void* scratch) { BackwardQueries(g, task, scratch).run_both(); }
@@ -45,8 +45,19 @@ class BackwardQueries {
   Piece* pieces;
   int count = 0;
   T *scores, *d_weights, *staged, *visible, *slope, *k_copy, *v_copy, *rowwise, *scale;
+  T* kept;  // (tiles, strips, 2, keys, lanes): powers and d_weights of the first sweep, for the second
   index k_stride, v_stride;
   T unit;
+
+  // A tile of a strip, kept from one sweep to the other, saves two of the five products.
+  static constexpr index slot = 2 * tile_keys * Lanes, slot_bytes = slot * static_cast<index>(sizeof(T));
+
+  static index kept_tiles(const Plan& plan) {
+    constexpr index most_bytes = 4 << 20;
+    const index tiles = (plan.sizes.K + tile_keys - 1) / tile_keys;
+    const index most = most_bytes / (slot_bytes * (Forward<A>::block_rows(plan.sizes) / Lanes));
+    return tiles < most ? tiles : most;
+  }
 
   BackwardQueries(const Gradients& gradients, const Task& t, void* scratch) : g(gradients), plan(g.plan), task(t) {
     const Sizes& s = plan.sizes;
@@ -57,6 +68,7 @@ class BackwardQueries {
     k_copy = arena.take<T>(tile_keys * s.D);
     v_copy = arena.take<T>(tile_keys * s.V);
     pieces = arena.take<Piece>(Forward<A>::block_rows(s) / Lanes);
+    kept = arena.take<T>(kept_tiles(plan) * (Forward<A>::block_rows(s) / Lanes) * slot);
     for (int lane = 0; lane < Lanes; ++lane) scale[lane] = static_cast<T>(plan.scale);
     unit = score_unit<T>(plan);
     for (index row = 0; row < task.rows; row += Lanes) {
@@ -121,6 +133,7 @@ class BackwardQueries {
       }
     }
     const bool crowds = task.rows >= Lanes;
+    const index most_kept = kept_tiles(plan);
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
       const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
       const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
@@ -130,20 +143,29 @@ class BackwardQueries {
         const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
         if (low >= high) continue;
         const T *keys = k + (low - from) * k_stride, *values = v + (low - from) * v_stride;
+        const index place = tile / tile_keys - first / tile_keys;
+        T* keep = place < most_kept ? kept + (place * count + i) * slot : nullptr;
         if (strip.nr == A::NR)
-          step<A::NR>(pieces[i], low, high - low, keys, values, second);
+          step<A::NR>(pieces[i], low, high - low, keys, values, second, keep);
         else if (strip.nr == 1)
-          step<1>(pieces[i], low, high - low, keys, values, second);
+          step<1>(pieces[i], low, high - low, keys, values, second, keep);
         else
-          step<(A::NR > 2 ? 2 : 1)>(pieces[i], low, high - low, keys, values, second);
+          step<(A::NR > 2 ? 2 : 1)>(pieces[i], low, high - low, keys, values, second, keep);
       }
     }
   }
 
   template <int NR>
-  void step(Piece& piece, index key, index keys, const T* k, const T* v, bool second) {
+  void step(Piece& piece, index key, index keys, const T* k, const T* v, bool second, T* keep) {
     constexpr int MR = A::MR(NR);
     const Strip<A>& strip = piece.strip;
+    const bool adjusted = !plan.plain() || key < strip.common || key + keys > strip.uncommon;
+    if (adjusted) keep = nullptr;  // what is hidden would have to be kept, too
+    if (second && keep) {
+      finish_kept<NR>(piece, keys, k, keep);
+      return;
+    }
+    T *const scores = keep ? keep : this->scores, *const d_weights = keep ? keep + slot / 2 : this->d_weights;
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
@@ -151,7 +173,6 @@ class BackwardQueries {
     in_groups<MR>(keys, score);
     ScoreGroups<A, NR> through{v, v_stride, piece.d_out, plan.sizes.V, d_weights, {}};
     in_groups<MR>(keys, through);
-    const bool adjusted = !plan.plain() || key < strip.common || key + keys > strip.uncommon;
     bool hidden = false;
     if (adjusted) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise, slope};
@@ -159,12 +180,11 @@ class BackwardQueries {
     }
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, d_weights);
     const PowersOfTwo<A> weight_of(unit);
-    F top[NR], factor[NR], delta[NR], one[NR], sum[NR], mass[NR];
+    F top[NR], factor[NR], delta[NR], sum[NR], mass[NR];
     for (int c = 0; c < NR; ++c) {
       top[c] = A::load(strip.top + c * W);
       factor[c] = A::load(piece.factor + c * W);
       delta[c] = A::load(piece.delta + c * W);
-      one[c] = A::all(1);
       sum[c] = mass[c] = F{};
     }
     for (index i = 0; i < keys; ++i)
@@ -173,6 +193,7 @@ class BackwardQueries {
         const index at = (i * NR + c) * W;
         const F power = weight_of(A::load(scores + at) - top[c]), weight = power * factor[c];
         if (!second) {
+          if (keep) A::store(scores + at, power);
           const F part = weight * A::load(d_weights + at);
           sum[c] += hidden ? A::select((I)A::load(visible + at), part, F{}) : part;
           mass[c] += hidden ? A::select((I)A::load(visible + at), power, F{}) : power;
@@ -190,12 +211,38 @@ class BackwardQueries {
       }
       return;
     }
+    gather<NR>(piece, keys, k, hidden);
+  }
+
+  // The second sweep over a tile that the first has kept; every lane sees all of it.
+  template <int NR>
+  void finish_kept(Piece& piece, index keys, const T* k, const T* keep) {
+    F factor[NR], delta[NR];
+    for (int c = 0; c < NR; ++c) {
+      factor[c] = A::load(piece.factor + c * W);
+      delta[c] = A::load(piece.delta + c * W);
+    }
+    for (index i = 0; i < keys; ++i)
+#pragma GCC unroll 4
+      for (int c = 0; c < NR; ++c) {
+        const index at = (i * NR + c) * W;
+        const F weight = A::load(keep + at) * factor[c];
+        A::store(scores + at, weight * (A::load(keep + slot / 2 + at) - delta[c]));
+      }
+    gather<NR>(piece, keys, k, false);
+  }
+
+  // d_q += scores . k, leaving out what is hidden where a key is not finite.
+  template <int NR>
+  void gather(Piece& piece, index keys, const T* k, bool hidden) {
+    F one[NR];
+    for (int c = 0; c < NR; ++c) one[c] = A::all(1);
     if (hidden && !finite<A>(k, k_stride, plan.sizes.D, keys)) {
       mix_seen<A, NR>(plan.sizes.D, piece.d_q, keys, scores, visible, k, k_stride, one);
     } else {
       MixGroups<A, NR> into{k, k_stride, scores, keys, piece.d_q, {}};
       for (int c = 0; c < NR; ++c) into.decay[c] = one[c];
-      in_groups<MR>(plan.sizes.D, into);
+      in_groups<A::MR(NR)>(plan.sizes.D, into);
     }
   }
 };

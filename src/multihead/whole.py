@@ -2,9 +2,9 @@
 
 The kernel reads the four matrices as `nn.Linear` holds them, so nothing is packed, copied or stale. With few tokens the
 time goes into reading them once; with many, the kernel's own products are faster than torch's where Intel did not make
-the CPU, because those that torch calls are tuned for Intel's own. Whatever could see the difference (a gradient, a hook,
-an adapter, a tracer) sends the call through the seven steps one by one, and so does whatever is wrong with it, for the
-error to be found there.
+the CPU, because those that torch calls are tuned for Intel's own. Whatever could see the difference (a gradient, a
+hook, an adapter, a tracer) sends the call through the seven steps one by one, and so does whatever is wrong with it, so
+that the error is found there.
 """
 
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +20,9 @@ TOO_NOISY = 0.05
 READING = (
     "Ratio: the peer's time over ours, median of paired blocks; above 1 ours is faster. A/A: ours against itself, the "
     "smallest difference that means anything. Of ceiling: the least time this machine could need for the useful work "
-    "(visible pairs only) over ours. Goal: the ratio aimed at, 1 where nothing is said. "
+    "(visible pairs only) over ours. Goal: the ratio aimed at, 1 where nothing is said."
+)
+BLOCKS = (
     "Blocks: counted / run; the rest were left out because the clock moved; restless: too few were "
     "steady, so the steadiest were kept."
 )
@@ -105,29 +108,33 @@ def ceiling_lines(ceilings):
 
 
 def table(report):
-    """For the terminal; a case and its figures are said once, beside its first peer."""
-    out = Table(caption=READING, caption_justify="left", header_style="bold")
-    for column in COLUMNS:
-        out.add_column(column, justify="left" if column in ("case", "peer", "verdict") else "right")
+    """For the terminal, in 80 columns: a line for each case, and below it one for each peer."""
+    parts = [_peers(("against", "ratio", "95 % interval", "goal", "verdict"), "bold")]
     last = None
-    for row in rows(report):
-        cells = [Text(cell) for cell in row]
-        if row[0] == last:
-            cells[:4] = [Text("")] * 4
-        elif last is not None:
-            out.add_section()
-        last = row[0]
-        verdict_cell = cells[COLUMNS.index("verdict")]
-        verdict_cell.stylize({"faster": "green", "slower": "red"}.get(row[9].partition(",")[0], "yellow"))
-        out.add_row(*cells)
-    return out
+    for name, took, share, noise, peer, ratio, interval, _, wanted, word, _ in rows(report):
+        if name != last:
+            figures = f"  {took}, {share}, A/A {noise}" if share else f"  {took}"
+            parts.append(Text.assemble(("\n" + name, "bold"), (figures, "dim")))
+        last = name
+        style = {"faster": "green", "slower": "red"}.get(word.partition(",")[0], "yellow")
+        parts.append(_peers((f"  {peer.partition(' (')[0]}", ratio, interval, wanted, word), style))
+    return Group(*parts, Text(f"\n{READING}", "dim"))
+
+
+def _peers(cells, style):
+    """A line of the table, in columns of the same widths as all others."""
+    line = Table.grid(padding=(0, 1), expand=False)
+    for width, justify in ((30, "left"), (5, "right"), (13, "right"), (4, "right"), (24, "left")):
+        line.add_column(width=width, justify=justify)
+    line.add_row(*(Text(cell) for cell in cells[:-1]), Text(cells[-1], style), style="bold" if style == "bold" else "")
+    return line
 
 
 def markdown(report):
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in report.machine.items())]
     lines += [f"- {line}" for line in ceiling_lines(report.ceilings)]
     lines += ["", _row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(row) for row in rows(report))]
-    lines += ["", READING]
+    lines += ["", f"{READING} {BLOCKS}"]
     remarks = list(notes(report))
     if remarks:
         lines += ["", "## To bear in mind", "", *(f"- {remark}" for remark in remarks)]
