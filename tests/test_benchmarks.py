@@ -82,15 +82,16 @@ def test_every_way_of_asking_torch_gives_the_oracles_answer(case):
     problem = problem_of(case, threads=1)
     for name in case.peers:
         peer = problem.peer(name)
-        oracle.check(name, peer.result(), problem.exact, problem.bound)
+        oracle.check(name, peer.result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
 
 
 @pytest.mark.parametrize("mask", MASKS[:3], ids=lambda mask: mask.label)
 @pytest.mark.parametrize("what", ["statistics", "rows", "map"])
 def test_a_lens_and_a_peer_that_keeps_the_weights_give_the_oracles_answer(what, mask):
     problem = problem_of(Lens(what, 2, 3, 37, 5, mask, ""), threads=1)
-    for contender in (problem.ours(), *(problem.peer(name) for name in problem.case.peers)):
-        oracle.check(contender.name, contender.result(), problem.exact, problem.bound)
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
+    for name in problem.case.peers:  # held to what the runner holds them to: torch's rounding differs by CPU
+        oracle.check(name, problem.peer(name).result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
 
 
 def test_what_takes_minutes_runs_only_by_name():
