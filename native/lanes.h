@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 namespace multihead {
@@ -30,6 +31,7 @@ struct Lanes {
       64 / sizeof(T) > Width ? 64 / sizeof(T) : Width;  // numbers that come from memory together
   typedef T F __attribute__((vector_size(Width * sizeof(T))));
   typedef Int I __attribute__((vector_size(Width * sizeof(T))));
+  typedef std::make_unsigned_t<Int> U __attribute__((vector_size(Width * sizeof(T))));  // wraps around, as I must not
 
   static F load(const T* p) {
     F x;
@@ -118,7 +120,7 @@ class PowersOfTwo {
  public:
   using T = typename A::T;
   using F = typename A::F;
-  using I = typename A::I;
+  using U = typename A::U;
 
   // Of a positive unit, neither so small nor so large that the numbers below overflow: see Plan::plain.
   explicit PowersOfTwo(T unit) : unit(A::all(unit)), lowest(A::all(zero / unit)) {}
@@ -137,7 +139,7 @@ class PowersOfTwo {
 template <class A>
 inline __attribute__((always_inline)) typename A::F PowersOfTwo<A>::operator()(F x) const {
   constexpr int mantissa = wide ? 52 : 23;
-  constexpr typename A::Int one = wide ? 1023 : 127;
+  constexpr std::make_unsigned_t<typename A::Int> one = wide ? 1023 : 127;
   constexpr T magic = wide ? T(6755399441055744.0) : T(12582912.0);  // adding it rounds to an integer in the low bits
   x = A::max(lowest, x);
   const F shifted = A::fma(x, unit, A::all(magic));
@@ -170,7 +172,7 @@ inline __attribute__((always_inline)) typename A::F PowersOfTwo<A>::operator()(F
 #pragma GCC unroll 16
     for (int i = 5; i >= 0; --i) p = A::fma(p, f, A::all(c[i]));
   }
-  const I power = ((I)shifted + one) << mantissa;  // the low bits of `shifted` are the integer; the rest shifts out
+  const U power = ((U)shifted + one) << mantissa;  // the low bits of `shifted` are the integer; the rest shifts out
   return p * (F)power;
 }
 
