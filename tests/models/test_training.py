@@ -216,6 +216,17 @@ def test_data_that_is_none_is_refused(tmp_path: Path, call, error: type[Exceptio
         call(tmp_path)
 
 
+def test_validation_images_are_not_trained_on() -> None:
+    try:
+        (pixels, classes), (held, held_classes), labels = images.read_labelled(None, 28)
+    except FileNotFoundError as error:
+        pytest.skip(f"Fashion-MNIST is not on this machine: {error}")
+    assert pixels.shape == (55_000, 28, 28)
+    assert held.shape == (5_000, 28, 28)
+    assert torch.equal(torch.cat([pixels, held]), images.read_fashion("train")[0]), "none is of the test set"
+    assert set(classes.tolist()) == set(held_classes.tolist()) == set(range(len(labels)))
+
+
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "FASHION", tmp_path)
     with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):

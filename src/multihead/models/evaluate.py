@@ -51,7 +51,7 @@ def measure(name: str) -> Figures:
     """Every figure of the model of this name; needs the data it is judged by."""
     model = load(name)
     if isinstance(model, VisionTransformer):
-        _, test, _ = images.read_labelled(None, model.size)
+        test = images.read_fashion("t10k")
         return size(name) | {"accuracy on the 10,000 test images": f"{100 * accuracy(model, *test):.2f} %"}
     _, held = texts.hold_out(texts.read_documents())
     return size(name) | {"bits per byte of the held-out text": f"{bits_per_byte(model, held):.3f}"} | heads(model)

@@ -132,13 +132,12 @@ def train_vit(
     """
     given = _size(VIT_SIZES, size)
     torch.manual_seed(seed)
-    (pixels, classes), test, labels = images.read_labelled(data, SIZE)
+    (pixels, classes), held, labels = images.read_labelled(data, SIZE)
     model = VisionTransformer(labels, given.width, VIT_HEADS, given.layers) if start is None else load(start)
     require_int("shift", shift, 0)
     if not isinstance(model, VisionTransformer) or model.labels != labels:
         raise ValueError(f"start={str(start)!r}: expected a vision transformer with the labels {', '.join(labels)}")
     recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
-    some = [t[:: max(1, len(t) // 1000)] for t in test]
 
     def loss(generator: torch.Generator) -> Tensor:
         chosen = torch.randint(len(pixels), (recipe.rows,), generator=generator)
@@ -149,8 +148,9 @@ def train_vit(
         loss,
         recipe,
         Path(folder) / "vit.checkpoint",
-        validate=lambda: {"accuracy": accuracy(model, *some)},
+        validate=lambda: {"accuracy": accuracy(model, *held)},
         report=report,
+        validate_every=1000,
     )
     return _finish(model, Path(folder) / "vit.safetensors", done, recipe)
 
