@@ -36,13 +36,8 @@ class Stack(nn.Module):
     def __init__(self, width: int, heads: int, layers: int, rope: bool = False) -> None:
         super().__init__()
         require_int("layers", layers, 1)
-        blocks = [Block(width, heads, rope) for _ in range(layers)]
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(Block(width, heads, rope) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for block in blocks:  # what joins the stream starts small, so that its size does not grow with depth
-            for last in (block.attention.o_proj, block.mlp[-1]):
-                assert isinstance(last, nn.Linear)
-                last.weight.data *= (2 * layers) ** -0.5
 
     @property
     def layers(self) -> list[Block]:

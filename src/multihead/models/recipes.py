@@ -41,7 +41,7 @@ class Size:
 
 
 LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: the one in the package
-VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 11000, 50)}
+VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 20000, 50)}
 LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
 SIZE = 28  # pixels
@@ -113,8 +113,8 @@ def train_vit(
     seed: int = 0,
     data: str | os.PathLike | None = None,
     start: str | os.PathLike | None = None,
-    rate: float = 1.5e-3,
-    shift: int = 0,
+    rate: float = 2e-3,
+    shift: int = 1,
     report: Report = lambda progress: None,
 ) -> Trained:
     """Train a vision transformer on labelled images: checkpoints and, at the end, `vit.safetensors` go to `folder`.
