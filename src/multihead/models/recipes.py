@@ -46,7 +46,7 @@ LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
 SIZE = 28  # pixels
 VOCABULARY = 4096
-REPEATS = 1 / 3  # of the rows of a batch
+REPEATS = 1 / 4  # of the rows of a batch
 
 
 def _size(sizes: dict[str, Size], name: str) -> Size:
@@ -94,9 +94,13 @@ def train_lm(
     tokens = texts.pack(kept, tokenizer)
     recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
     starts = [document[:2000] for document in held]
+
+    def loss(generator: torch.Generator) -> Tensor:
+        return model.loss(texts.batch(tokens, tokenizer.size, recipe.rows, model.context, REPEATS, generator))
+
     done = train(
         model,
-        lambda generator: model.loss(texts.batch(tokens, recipe.rows, model.context, REPEATS, generator)),
+        loss,
         recipe,
         Path(folder) / "lm.checkpoint",
         validate=lambda: {"bits per byte": bits_per_byte(model, starts)},
