@@ -6,13 +6,11 @@ Run as `python -m multihead.models.evaluate`; it exits with 1 where a card says 
 import re
 import sys
 
-import torch
 from torch import Tensor
 
-from multihead.heads import induction, previous_token
 from multihead.models import images, texts
 from multihead.models.lm import LanguageModel
-from multihead.models.recipes import accuracy, bits_per_byte
+from multihead.models.recipes import accuracy, bits_per_byte, head_scores
 from multihead.models.store import TRAINED, load
 from multihead.models.vit import VisionTransformer
 
@@ -33,12 +31,7 @@ def size(name: str) -> Figures:
 
 def heads(model: LanguageModel) -> Figures:
     """The head of each kind that the lens scores highest, on random tokens that are said twice."""
-    generator = torch.Generator().manual_seed(0)
-    once = torch.randint(1, model.embedding.num_embeddings, (8, model.context // 2), generator=generator)
-    said = once.repeat(1, 2)  # (8, context)
-    lenses = model.look(said)
-    before = torch.stack([previous_token(lens).mean(0) for lens in lenses])  # (layers, H)
-    after = torch.stack([induction(lens, said).mean(0) for lens in lenses])
+    before, after = head_scores(model)
     return {"previous-token head": _best(before), "induction head": _best(after)}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from multihead.heads import induction, previous_token
 from multihead.models import images, texts
 from multihead.models.lm import LanguageModel
 from multihead.models.store import load, save
@@ -98,14 +99,10 @@ def train_lm(
     def loss(generator: torch.Generator) -> Tensor:
         return model.loss(texts.batch(tokens, tokenizer.size, recipe.rows, model.context, REPEATS, generator))
 
-    done = train(
-        model,
-        loss,
-        recipe,
-        Path(folder) / "lm.checkpoint",
-        validate=lambda: {"bits per byte": bits_per_byte(model, starts)},
-        report=report,
-    )
+    def validate() -> dict[str, float]:
+        return {"bits per byte": bits_per_byte(model, starts), "induction": float(head_scores(model)[1].max())}
+
+    done = train(model, loss, recipe, Path(folder) / "lm.checkpoint", validate=validate, report=report)
     return _finish(model, Path(folder) / "lm.safetensors", done, recipe)
 
 
@@ -188,3 +185,14 @@ def bits_per_byte(model: LanguageModel, documents: Sequence[str], chunk: int = 5
             nats += float(cross_entropy(logits.double(), next_ones, reduction="sum"))
         length += len(document.encode())
     return nats / math.log(2) / length
+
+
+def head_scores(model: LanguageModel) -> tuple[Tensor, Tensor]:
+    """How much each head looks at the token before, and does induction, on random tokens said twice: (layers, H)."""
+    generator = torch.Generator().manual_seed(0)
+    once = torch.randint(1, model.embedding.num_embeddings, (8, model.context // 2), generator=generator)
+    said = once.repeat(1, 2)  # (8, context)
+    lenses = model.look(said)
+    before = torch.stack([previous_token(lens).mean(0) for lens in lenses])
+    after = torch.stack([induction(lens, said).mean(0) for lens in lenses])
+    return before, after
