@@ -213,6 +213,7 @@ def test_rows_repeat_random_tokens_as_often_as_asked() -> None:
         (lambda at: images.read_labelled(at / "nothing", 28), FileNotFoundError, "nothing: there is no such folder"),
         (lambda at: images.read_labelled(at, 28), ValueError, "expected a folder for each label"),
         (lambda at: recipes.train_lm(at, size="huge"), ValueError, "size='huge': expected one of tiny, small"),
+        (lambda at: recipes.train_lm(at, repeats=1.5), ValueError, "repeats=1.5: expected a part of the rows, 0 to 1"),
         (lambda at: recipes.train_vit(at, size="huge"), ValueError, "size='huge': expected one of tiny, small"),
     ],
 )  # fmt: skip

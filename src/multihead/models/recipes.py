@@ -41,7 +41,7 @@ class Size:
     rows: int
 
 
-LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: the one in the package
+LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: those in the package
 VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 20000, 50)}
 LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
@@ -65,6 +65,7 @@ def train_lm(
     data: str | os.PathLike | None = None,
     start: str | os.PathLike | None = None,
     rate: float = 2e-3,
+    repeats: float = REPEATS,
     vocabulary: int = VOCABULARY,
     report: Report = lambda progress: None,
 ) -> Trained:
@@ -78,10 +79,13 @@ def train_lm(
         data: a text file, or a folder of them; the text of the npm packages unless given.
         start: a trained model to start from, "lm" or a file, with its tokenizer; random weights unless given.
         rate: the highest learning rate.
+        repeats: the part of the rows that are no text but random tokens, said over and over; see `texts.batch`.
         vocabulary: how many tokens the tokenizer has, at most.
         report: is called with the progress.
     """
     given = _size(LM_SIZES, size)
+    if not 0 <= repeats <= 1:
+        raise ValueError(f"repeats={repeats}: expected a part of the rows, 0 to 1")
     kept, held = texts.hold_out(texts.read_documents(data))
     torch.manual_seed(seed)
     if start is None:
@@ -97,7 +101,7 @@ def train_lm(
     starts = [document[:2000] for document in held]
 
     def loss(generator: torch.Generator) -> Tensor:
-        return model.loss(texts.batch(tokens, tokenizer.size, recipe.rows, model.context, REPEATS, generator))
+        return model.loss(texts.batch(tokens, tokenizer.size, recipe.rows, model.context, repeats, generator))
 
     def validate() -> dict[str, float]:
         return {"bits per byte": bits_per_byte(model, starts), "induction": float(head_scores(model)[1].max())}
