@@ -41,7 +41,7 @@ class Size:
     rows: int
 
 
-LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: those in the package
+LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 1500, 8)}  # small: those in the package
 VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 20000, 50)}
 LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
