@@ -43,7 +43,7 @@ ORDER = [
     ["doctor.load"],
     ["doctor.run"],
     ["doctor"],
-    ["models.blocks", "models.sampling", "models.texts", "models.images"],
+    ["models.blocks", "models.induction", "models.sampling", "models.texts", "models.images"],
     ["models.lm", "models.vit", "models.training"],
     ["models.store"],
     ["models.recipes"],

@@ -277,6 +277,9 @@ def train(
     start: Annotated[str | None, typer.Option(help="Start from a trained model: lm, vit, or a file.")] = None,
     rate: Annotated[float | None, typer.Option(help="The highest learning rate; by kind unless given.")] = None,
     shift: Annotated[int | None, typer.Option(help="vit: move images by up to so many pixels.", min=0)] = None,
+    repeats: Annotated[
+        float | None, typer.Option(help="lm: the part of the rows that repeat random tokens.", min=0, max=1)
+    ] = None,
 ) -> None:
     """Train a model from scratch, or go on where a training in the same folder was stopped.
 
@@ -286,9 +289,11 @@ def train(
     """
     from multihead.models import progress
 
-    options = {"start": start, "rate": rate, "shift": shift}
+    options = {"start": start, "rate": rate, "shift": shift, "repeats": repeats}
     if kind is Kind.lm and shift is not None:
         raise ValueError(f"--shift={shift} is for images: expected it with vit")
+    if kind is Kind.vit and repeats is not None:
+        raise ValueError(f"--repeats={repeats} is for text: expected it with lm")
     given = {name: value for name, value in options.items() if value is not None}
     progress.run(kind.value, out, Console(highlight=False), size=size, steps=steps, seed=seed, data=data, **given)
 

@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import multihead as mh
 from multihead.models import LanguageModel, recipes, texts
@@ -186,13 +187,33 @@ def test_any_text_survives_the_tokenizer(lm: LanguageModel) -> None:
     assert "".join(lm.tokenizer.pieces("I love pepperoni pizza")) == "I love pepperoni pizza"
 
 
-def test_one_head_starts_by_looking_at_the_token_before() -> None:
-    model = LanguageModel(61, width=64, heads=4, layers=2, context=32)
-    first_layer, second_layer = model.look(torch.randint(61, (4, 32)))
-    scores = mh.heads.previous_token(first_layer).mean(0)
-    assert scores[0] > 0.8
-    assert scores[1:].max() < 0.3
-    assert mh.heads.previous_token(second_layer).max() < 0.3
+def test_one_head_starts_by_looking_back_and_one_with_a_hint_of_induction() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(4096, context=256, layers=2)
+    before, after = recipes.head_scores(model)
+    assert before[0, 0] > 0.8
+    before[0, 0] = 0
+    assert before.max() < 0.1
+    assert 0.1 < after[1, 0] < 0.3
+    after[1, 0] = 0
+    assert after.max() < 0.05
+    LanguageModel(61, width=64, heads=4, layers=1)  # one layer has nothing to start
+
+
+def test_the_induction_head_is_what_copies(lm: LanguageModel) -> None:
+    said = torch.randint(1, lm.tokenizer.size, (8, 100), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
+
+    @torch.inference_mode()
+    def surprise() -> float:
+        return float(cross_entropy(lm(said[:, :-1])[:, 100:].flatten(0, 1), said[:, 101:].flatten()))
+
+    after = recipes.head_scores(lm)[1]
+    layer, head = divmod(int(after.argmax()), after.shape[1])
+    as_it_is = surprise()
+    with mh.ablate(lm.layers[layer].attention, heads=[head]):
+        without = surprise()
+    assert as_it_is < 2
+    assert without > 6
 
 
 def test_a_step_is_the_same_on_every_backend() -> None:

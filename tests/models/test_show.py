@@ -153,6 +153,8 @@ def test_the_command_line_refuses_in_a_sentence(tmp_path: Path) -> None:
         (["show", "hello", "--width", "64"], "--width=64 is for the running example: give --example too"),
         (["show", "--sample", "cat"], "--sample='cat': expected one of T-shirt, ankle boot, bag"),
         (["train", "lm", "--data", "nowhere"], "nowhere: there is no such file or folder"),
+        (["train", "lm", "--shift", "1"], "--shift=1 is for images: expected it with vit"),
+        (["train", "vit", "--repeats", "0"], "--repeats=0.0 is for text: expected it with lm"),
     ):
         shown = run(*arguments)
         assert shown.returncode == 2

@@ -23,15 +23,15 @@ def learner(seed: int = 0) -> tuple[LanguageModel, training.Loss]:
     torch.manual_seed(seed)
     model = LanguageModel(31, width=32, heads=4, layers=2, context=16)
     tokens = torch.arange(400).int() * 3 % 31
-    return model, lambda generator: model.loss(texts.batch(tokens, RECIPE.rows, 16, 0.25, generator))
+    return model, lambda generator: model.loss(texts.batch(tokens, 31, RECIPE.rows, 16, 0.0, generator))
 
 
 def test_a_few_hundred_steps_lower_the_loss() -> None:
     model, loss = learner()
     losses: list[float] = []
     assert train(model, loss, RECIPE, report=lambda at: losses.append(at.loss)) == 300
-    assert losses[0] > 1.5
-    assert losses[-1] < 0.3
+    assert losses[0] > 1
+    assert losses[-1] < 0.1
     assert not model.training
 
 
@@ -182,18 +182,24 @@ def test_one_long_document_is_held_out_in_part() -> None:
     assert len("".join(held)) == 50
 
 
-def test_rows_repeat_themselves_as_often_as_asked() -> None:
+def test_rows_repeat_random_tokens_as_often_as_asked() -> None:
     tokens, generator = torch.arange(10_000).int(), torch.Generator().manual_seed(0)
-    rows = texts.batch(tokens, 2000, 96, 0.25, generator)
+    rows = texts.batch(tokens, 10_000, 2000, 96, 0.25, generator)
     assert rows.shape == (2000, 97)
     plain = (rows.diff(dim=1) == 1).all(1)
     assert 0.2 < 1 - plain.float().mean() < 0.3
-    for row in rows[~plain][:50]:
-        period = len(set(row.tolist()))
-        assert 4 <= period < 64
+    periods = []
+    for row in rows[~plain]:
+        period = 1 + int((row[1:] == row[0]).nonzero()[0])
         assert torch.equal(row[period:], row[:-period])
-    assert rows.max() > 9900
-    assert (texts.batch(tokens, 200, 64, 0.0, generator).diff(dim=1) == 1).all()
+        assert not (row[:period].diff() == 1).all(), "no excerpt of the text"
+        periods.append(period)
+    assert min(periods) == 4
+    assert 40 < max(periods) <= 48, "half the context"
+    assert rows[plain].max() > 9900
+    assert rows[~plain].min() > 0, "no end of a document"
+    assert rows[~plain].max() > 9900
+    assert (texts.batch(tokens, 10_000, 200, 64, 0.0, generator).diff(dim=1) == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -203,10 +209,11 @@ def test_rows_repeat_themselves_as_often_as_asked() -> None:
         (lambda at: texts.read_documents(at), ValueError, "expected text, found none"),
         (lambda at: texts.read_documents(at / "latin.dat"), ValueError, "latin.dat is not UTF-8 text"),
         (lambda at: texts.Tokenizer.train(["a"], 256), ValueError, "vocabulary=256: expected at least 257"),
-        (lambda at: texts.batch(torch.zeros(9), 1, 9, 0, torch.Generator()), ValueError, "the text has 9 tokens: expected at least 10"),
+        (lambda at: texts.batch(torch.zeros(9), 5, 1, 9, 0, torch.Generator()), ValueError, "the text has 9 tokens: expected at least 10"),
         (lambda at: images.read_labelled(at / "nothing", 28), FileNotFoundError, "nothing: there is no such folder"),
         (lambda at: images.read_labelled(at, 28), ValueError, "expected a folder for each label"),
         (lambda at: recipes.train_lm(at, size="huge"), ValueError, "size='huge': expected one of tiny, small"),
+        (lambda at: recipes.train_lm(at, repeats=1.5), ValueError, "repeats=1.5: expected a part of the rows, 0 to 1"),
         (lambda at: recipes.train_vit(at, size="huge"), ValueError, "size='huge': expected one of tiny, small"),
     ],
 )  # fmt: skip
@@ -214,6 +221,17 @@ def test_data_that_is_none_is_refused(tmp_path: Path, call, error: type[Exceptio
     (tmp_path / "latin.dat").write_bytes("é".encode("latin-1"))
     with pytest.raises(error, match=message):
         call(tmp_path)
+
+
+def test_validation_images_are_not_trained_on() -> None:
+    try:
+        (pixels, classes), (held, held_classes), labels = images.read_labelled(None, 28)
+    except FileNotFoundError as error:
+        pytest.skip(f"Fashion-MNIST is not on this machine: {error}")
+    assert pixels.shape == (55_000, 28, 28)
+    assert held.shape == (5_000, 28, 28)
+    assert torch.equal(torch.cat([pixels, held]), images.read_fashion("train")[0]), "none is of the test set"
+    assert set(classes.tolist()) == set(held_classes.tolist()) == set(range(len(labels)))
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

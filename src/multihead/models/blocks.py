@@ -9,6 +9,7 @@ from multihead.cache import Cache
 from multihead.layer import MultiHeadAttention
 from multihead.lens import Lens
 from multihead.masks import Mask
+from multihead.positions import RoPE
 from multihead.sizes import require_int
 from multihead.trace import Trace, trace
 
@@ -16,7 +17,7 @@ from multihead.trace import Trace, trace
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): Xiong et al. 2020, "On Layer Normalization", figure 1b."""
 
-    def __init__(self, width: int, heads: int, rope: bool = False) -> None:
+    def __init__(self, width: int, heads: int, rope: bool | RoPE = False) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = MultiHeadAttention(width, heads, rope=rope)
@@ -33,16 +34,11 @@ class Stack(nn.Module):
 
     mask: Mask | None = None
 
-    def __init__(self, width: int, heads: int, layers: int, rope: bool = False) -> None:
+    def __init__(self, width: int, heads: int, layers: int, rope: bool | RoPE = False) -> None:
         super().__init__()
         require_int("layers", layers, 1)
-        blocks = [Block(width, heads, rope) for _ in range(layers)]
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(Block(width, heads, rope) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for block in blocks:  # what joins the stream starts small, so that its size does not grow with depth
-            for last in (block.attention.o_proj, block.mlp[-1]):
-                assert isinstance(last, nn.Linear)
-                last.weight.data *= (2 * layers) ** -0.5
 
     @property
     def layers(self) -> list[Block]:

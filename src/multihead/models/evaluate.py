@@ -6,13 +6,11 @@ Run as `python -m multihead.models.evaluate`; it exits with 1 where a card says 
 import re
 import sys
 
-import torch
 from torch import Tensor
 
-from multihead.heads import induction, previous_token
 from multihead.models import images, texts
 from multihead.models.lm import LanguageModel
-from multihead.models.recipes import accuracy, bits_per_byte
+from multihead.models.recipes import accuracy, bits_per_byte, head_scores
 from multihead.models.store import TRAINED, load
 from multihead.models.vit import VisionTransformer
 
@@ -33,12 +31,7 @@ def size(name: str) -> Figures:
 
 def heads(model: LanguageModel) -> Figures:
     """The head of each kind that the lens scores highest, on random tokens that are said twice."""
-    generator = torch.Generator().manual_seed(0)
-    once = torch.randint(1, model.embedding.num_embeddings, (8, model.context // 2), generator=generator)
-    said = once.repeat(1, 2)  # (8, context)
-    lenses = model.look(said)
-    before = torch.stack([previous_token(lens).mean(0) for lens in lenses])  # (layers, H)
-    after = torch.stack([induction(lens, said).mean(0) for lens in lenses])
+    before, after = head_scores(model)
     return {"previous-token head": _best(before), "induction head": _best(after)}
 
 
@@ -51,10 +44,13 @@ def measure(name: str) -> Figures:
     """Every figure of the model of this name; needs the data it is judged by."""
     model = load(name)
     if isinstance(model, VisionTransformer):
-        _, test, _ = images.read_labelled(None, model.size)
-        return size(name) | {"accuracy on the 10,000 test images": f"{100 * accuracy(model, *test):.2f} %"}
-    _, held = texts.hold_out(texts.read_documents())
-    return size(name) | {"bits per byte of the held-out text": f"{bits_per_byte(model, held):.3f}"} | heads(model)
+        _, held, _ = images.read_labelled(None, model.size)
+        return size(name) | {
+            "accuracy on the 10,000 test images": f"{100 * accuracy(model, *images.read_fashion('t10k')):.2f} %",
+            "accuracy on the 5,000 held-out training images": f"{100 * accuracy(model, *held):.2f} %",
+        }
+    _, documents = texts.hold_out(texts.read_documents())
+    return size(name) | {"bits per byte of the held-out text": f"{bits_per_byte(model, documents):.3f}"} | heads(model)
 
 
 def main() -> int:
@@ -65,7 +61,7 @@ def main() -> int:
         for what, value in measure(name).items():
             same = said.get(what) == value
             wrong += not same
-            print(f"{name:<4} {what:<36} {value}" + ("" if same else f"   the card says {said.get(what)}"))
+            print(f"{name:<4} {what:<46} {value}" + ("" if same else f"   the card says {said.get(what)}"))
     return 1 if wrong else 0
 
 

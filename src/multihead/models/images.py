@@ -24,6 +24,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 LABELS = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
+HELD_OUT = 5000  # of the images to train on, for validation
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm")
 MOST_PIXELS = 100_000_000  # a small file can claim to be a huge picture
 
@@ -112,13 +113,14 @@ Labelled = tuple[Tensor, Tensor]  # pixels (images, size, size) uint8, classes (
 
 
 def read_labelled(folder: str | os.PathLike | None, size: int) -> tuple[Labelled, Labelled, list[str]]:
-    """What to train on, what to test with, and the labels.
+    """What to train on, what to validate on, and the labels.
 
-    From Debian's Fashion-MNIST unless given; or from a folder that has a folder of images for each label, of which
-    every tenth is for the test.
+    From Debian's Fashion-MNIST unless given: of its images to train on the last 5,000 are held out, and its test set is
+    not read. Or from a folder that has a folder of images for each label, of which every tenth is held out.
     """
     if folder is None:
-        return (*(_read_fashion(part) for part in ("train", "t10k")), list(LABELS))  # type: ignore[return-value]
+        pixels, true = read_fashion("train")
+        return (pixels[:-HELD_OUT], true[:-HELD_OUT]), (pixels[-HELD_OUT:], true[-HELD_OUT:]), list(LABELS)
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: there is no such folder")
@@ -133,11 +135,12 @@ def read_labelled(folder: str | os.PathLike | None, size: int) -> tuple[Labelled
             classes[part].append(number)
     if not found[0] or not found[1]:
         raise ValueError(f"{root}: expected a folder for each label, of at least ten images each")
-    train, test = ((torch.stack(f), torch.tensor(c)) for f, c in zip(found, classes))
-    return train, test, labels
+    train, held = ((torch.stack(f), torch.tensor(c)) for f, c in zip(found, classes))
+    return train, held, labels
 
 
-def _read_fashion(part: str) -> Labelled:
+def read_fashion(part: str) -> Labelled:
+    """The images of Debian's Fashion-MNIST: "train", 60,000 of them, or "t10k", the test set."""
     files = [FASHION / f"{part}-{what}-ubyte.gz" for what in ("images-idx3", "labels-idx1")]
     for file in files:
         if not file.is_file():

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from multihead.cache import Cache
-from multihead.layer import MultiHeadAttention
 from multihead.masks import Causal
-from multihead.models import sampling
+from multihead.models import induction, sampling
 from multihead.models.blocks import Stack
+from multihead.positions import RoPE
 from multihead.sizes import require_int
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModel(Stack):
-    """Token embedding, pre-norm blocks with RoPE, and the embedding once more as the output.
+    """Token embedding, pre-norm blocks with RoPE on a quarter of each head, and the embedding once more as the output.
 
     Args:
         vocabulary: how many tokens there are.
@@ -49,7 +49,9 @@ class LanguageModel(Stack):
         tokenizer: "Tokenizer | None" = None,
     ) -> None:
         require_int("vocabulary", vocabulary, 1)
-        super().__init__(width, heads, layers, rope=True)
+        head = require_int("width", width, 1) // require_int("heads", heads, 1)
+        quarter = RoPE(base=100.0, dim=max(head // 8 * 2, 2))  # the rest can compare tokens at any distance
+        super().__init__(width, heads, layers, rope=quarter)
         self.settings = {
             "vocabulary": vocabulary, "width": width, "heads": heads, "layers": layers, "context": context,
         }  # fmt: skip
@@ -57,10 +59,11 @@ class LanguageModel(Stack):
         self.mask = Causal(window=require_int("context", context, 1))
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)  # logits of about 1
-        _start_as_previous_token(self.layers[0].attention, head=0)
+        if layers > 1:
+            induction.start(self.layers[0].attention, self.layers[1].attention)
 
     def embed(self, items: Tensor) -> Tensor:
-        return self.embedding(items) * self.embedding.embedding_dim**0.5  # about 1, or attention would drown the tokens
+        return self.embedding(items) * (0.5 * self.embedding.embedding_dim**0.5)  # at 1 they would drown what heads add
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """For each token, the logits of the one that follows: (B, N) whole numbers → (B, N, vocabulary)."""
@@ -68,8 +71,7 @@ class LanguageModel(Stack):
 
     def loss(self, tokens: Tensor) -> Tensor:
         """The mean of −ln p of each token of (B, N) but the first."""
-        logits = self(tokens[:, :-1])
-        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     def new_caches(self, batch: int = 1) -> list[Cache]:
         """A sliding cache for each layer."""
@@ -146,19 +148,3 @@ class LanguageModel(Stack):
             if found:
                 return written[: min(found)]
         return written
-
-
-def _start_as_previous_token(attention: MultiHeadAttention, head: int) -> None:
-    """Let a head start by looking at the token before, as induction in the layers above needs: see the model card.
-
-    RoPE turns the bias b of k by j and that of q, R₋₁b, by i: their product is largest where j = i − 1.
-    """
-    D, rope, scale = attention.sizes.D, attention.rope, attention.scale
-    assert rope is not None
-    fast = torch.zeros(1, 1, 1, D)
-    fast[..., : min(3, D // 2)] = (7.5 / scale) ** 0.5  # the fast pairs tell neighbours apart: by five in the scores
-    rows = slice(head * D, (head + 1) * D)
-    with torch.no_grad():
-        for projection, offset in ((attention.q_proj, -1), (attention.k_proj, 0)):
-            projection.weight[rows] *= 0.1
-            projection.bias[rows] = rope.rotate(fast, torch.tensor([offset])).flatten()

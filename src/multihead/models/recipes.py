@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from multihead.heads import induction, previous_token
 from multihead.models import images, texts
 from multihead.models.lm import LanguageModel
 from multihead.models.store import load, save
@@ -40,13 +41,13 @@ class Size:
     rows: int
 
 
-LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 900, 8)}  # small: the one in the package
-VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 11000, 50)}
+LM_SIZES = {"tiny": Size(64, 2, 500, 8), "small": Size(256, 2, 1500, 8)}  # small: those in the package
+VIT_SIZES = {"tiny": Size(32, 2, 500, 50), "small": Size(64, 4, 20000, 50)}
 LM_HEADS, VIT_HEADS = 8, 4
 CONTEXT = 256
 SIZE = 28  # pixels
 VOCABULARY = 4096
-REPEATS = 1 / 3  # of the rows of a batch
+REPEATS = 1 / 4  # of the rows of a batch
 
 
 def _size(sizes: dict[str, Size], name: str) -> Size:
@@ -64,6 +65,7 @@ def train_lm(
     data: str | os.PathLike | None = None,
     start: str | os.PathLike | None = None,
     rate: float = 2e-3,
+    repeats: float = REPEATS,
     vocabulary: int = VOCABULARY,
     report: Report = lambda progress: None,
 ) -> Trained:
@@ -77,10 +79,13 @@ def train_lm(
         data: a text file, or a folder of them; the text of the npm packages unless given.
         start: a trained model to start from, "lm" or a file, with its tokenizer; random weights unless given.
         rate: the highest learning rate.
+        repeats: the part of the rows that are no text but random tokens, said over and over; see `texts.batch`.
         vocabulary: how many tokens the tokenizer has, at most.
         report: is called with the progress.
     """
     given = _size(LM_SIZES, size)
+    if not 0 <= repeats <= 1:
+        raise ValueError(f"repeats={repeats}: expected a part of the rows, 0 to 1")
     kept, held = texts.hold_out(texts.read_documents(data))
     torch.manual_seed(seed)
     if start is None:
@@ -94,14 +99,14 @@ def train_lm(
     tokens = texts.pack(kept, tokenizer)
     recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
     starts = [document[:2000] for document in held]
-    done = train(
-        model,
-        lambda generator: model.loss(texts.batch(tokens, recipe.rows, model.context, REPEATS, generator)),
-        recipe,
-        Path(folder) / "lm.checkpoint",
-        validate=lambda: {"bits per byte": bits_per_byte(model, starts)},
-        report=report,
-    )
+
+    def loss(generator: torch.Generator) -> Tensor:
+        return model.loss(texts.batch(tokens, tokenizer.size, recipe.rows, model.context, repeats, generator))
+
+    def validate() -> dict[str, float]:
+        return {"bits per byte": bits_per_byte(model, starts), "induction": float(head_scores(model)[1].max())}
+
+    done = train(model, loss, recipe, Path(folder) / "lm.checkpoint", validate=validate, report=report)
     return _finish(model, Path(folder) / "lm.safetensors", done, recipe)
 
 
@@ -113,8 +118,8 @@ def train_vit(
     seed: int = 0,
     data: str | os.PathLike | None = None,
     start: str | os.PathLike | None = None,
-    rate: float = 1.5e-3,
-    shift: int = 0,
+    rate: float = 2e-3,
+    shift: int = 1,
     report: Report = lambda progress: None,
 ) -> Trained:
     """Train a vision transformer on labelled images: checkpoints and, at the end, `vit.safetensors` go to `folder`.
@@ -132,13 +137,12 @@ def train_vit(
     """
     given = _size(VIT_SIZES, size)
     torch.manual_seed(seed)
-    (pixels, classes), test, labels = images.read_labelled(data, SIZE)
+    (pixels, classes), held, labels = images.read_labelled(data, SIZE)
     model = VisionTransformer(labels, given.width, VIT_HEADS, given.layers) if start is None else load(start)
     require_int("shift", shift, 0)
     if not isinstance(model, VisionTransformer) or model.labels != labels:
         raise ValueError(f"start={str(start)!r}: expected a vision transformer with the labels {', '.join(labels)}")
     recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
-    some = [t[:: max(1, len(t) // 1000)] for t in test]
 
     def loss(generator: torch.Generator) -> Tensor:
         chosen = torch.randint(len(pixels), (recipe.rows,), generator=generator)
@@ -149,8 +153,9 @@ def train_vit(
         loss,
         recipe,
         Path(folder) / "vit.checkpoint",
-        validate=lambda: {"accuracy": accuracy(model, *some)},
+        validate=lambda: {"accuracy": accuracy(model, *held)},
         report=report,
+        validate_every=1000,
     )
     return _finish(model, Path(folder) / "vit.safetensors", done, recipe)
 
@@ -184,3 +189,14 @@ def bits_per_byte(model: LanguageModel, documents: Sequence[str], chunk: int = 5
             nats += float(cross_entropy(logits.double(), next_ones, reduction="sum"))
         length += len(document.encode())
     return nats / math.log(2) / length
+
+
+def head_scores(model: LanguageModel) -> tuple[Tensor, Tensor]:
+    """How much each head looks at the token before, and does induction, on random tokens said twice: (layers, H)."""
+    generator = torch.Generator().manual_seed(0)
+    once = torch.randint(1, model.embedding.num_embeddings, (8, model.context // 2), generator=generator)
+    said = once.repeat(1, 2)  # (8, context)
+    lenses = model.look(said)
+    before = torch.stack([previous_token(lens).mean(0) for lens in lenses])
+    after = torch.stack([induction(lens, said).mean(0) for lens in lenses])
+    return before, after

@@ -127,17 +127,21 @@ def pack(documents: Iterable[str], tokenizer: Tokenizer) -> Tensor:
     return torch.cat(numbers)
 
 
-def batch(tokens: Tensor, rows: int, context: int, repeats: float, generator: torch.Generator) -> Tensor:
-    """Rows of context + 1 tokens from random places: (rows, context + 1).
+def batch(
+    tokens: Tensor, vocabulary: int, rows: int, context: int, repeats: float, generator: torch.Generator
+) -> Tensor:
+    """Rows of context + 1 tokens, most of them text from random places: (rows, context + 1).
 
-    A part of the rows, `repeats`, says one excerpt over and over, of 4 to 63 tokens, more often a short one: text that
-    quotes itself, from which a model learns to look back at what came after (induction) long before plain text teaches
-    it. Where the excerpt is short, even a head that looks everywhere alike finds a little of what it should look for.
+    A part of the rows, `repeats`, says a few random tokens over and over: 4 to half the context, more often few.
+    No text tells what comes next in such a row, only the row itself: from it a model learns to look back at what came
+    after (induction). Of few tokens even a head that looks everywhere alike finds some of what it should look for.
     """
     length = context + 1
     if len(tokens) < length:
         raise ValueError(f"the text has {len(tokens)} tokens: expected at least {length}, the context and one more")
-    starts = torch.randint(len(tokens) - context, (rows,), generator=generator)
-    periods = (4 * 16 ** torch.rand(rows, generator=generator)).long()
-    periods = periods.where(torch.rand(rows, generator=generator) < repeats, length)
-    return tokens[starts[:, None] + torch.arange(length) % periods[:, None]].long()
+    starts = torch.randint(len(tokens) - context, (rows, 1), generator=generator)
+    text = tokens[starts + torch.arange(length)].long()
+    periods = (4 * (context / 8) ** torch.rand(rows, 1, generator=generator)).long()
+    random = torch.randint(1, vocabulary, (rows, length), generator=generator)  # 0 is the end of a document
+    again = random.gather(1, torch.arange(length) % periods)
+    return again.where(torch.rand(rows, 1, generator=generator) < repeats, text)

@@ -55,7 +55,7 @@ class VisionTransformer(Stack):
         self.grid = size // patch  # patches down and across
         self.patch_embedding = nn.Linear(patch * patch, width)
         self.class_token = nn.Parameter(torch.zeros(width))
-        self.positions = nn.Parameter(torch.randn(1 + self.grid**2, width) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1 + self.grid**2, width) * 0.5)  # as large as a patch
         self.classifier = nn.Linear(width, len(self.labels))
 
     def cut(self, pixels: Tensor) -> Tensor:
