@@ -263,6 +263,10 @@ def test_a_file_of_text_trains_a_model_that_loads(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 200)
     trained = recipes.train_lm(tmp_path / "out", size="tiny", steps=12, data=tmp_path / "text.txt", vocabulary=300)
     loaded = mh.models.load(trained.path)
+    with pytest.raises(ValueError, match=r"was trained with batches=repeats=0\.25, not repeats=0\.5"):
+        recipes.train_lm(
+            tmp_path / "out", size="tiny", steps=12, data=tmp_path / "text.txt", vocabulary=300, repeats=0.5
+        )
     further = recipes.train_lm(
         tmp_path / "further", size="tiny", steps=2, start=trained.path, rate=1e-9, data=tmp_path / "text.txt"
     )

@@ -97,7 +97,8 @@ def train_lm(
             raise ValueError(f"start={str(start)!r}: expected a language model with a tokenizer")
         model, tokenizer = started, started.tokenizer
     tokens = texts.pack(kept, tokenizer)
-    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
+    batches = f"repeats={repeats}"
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed, batches=batches)
     starts = [document[:2000] for document in held]
 
     def loss(generator: torch.Generator) -> Tensor:
@@ -142,7 +143,8 @@ def train_vit(
     require_int("shift", shift, 0)
     if not isinstance(model, VisionTransformer) or model.labels != labels:
         raise ValueError(f"start={str(start)!r}: expected a vision transformer with the labels {', '.join(labels)}")
-    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed)
+    batches = f"shift={shift}"
+    recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed, batches=batches)
 
     def loss(generator: torch.Generator) -> Tensor:
         chosen = torch.randint(len(pixels), (recipe.rows,), generator=generator)

@@ -33,6 +33,7 @@ class Recipe:
     decay: float = 0.1  # of matrices only
     clip: float = 1.0  # the largest norm of a step's gradient
     seed: int = 0
+    batches: str = ""  # what else decides what is drawn, such as "shift=1"
 
     def __post_init__(self) -> None:
         for name in ("steps", "rows"):
