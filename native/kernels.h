@@ -5,7 +5,8 @@
 
 namespace multihead {
 
-// y = x W^T + b. Row i of x is row i % batch_rows of batch row i / batch_rows.
+// y = x W^T + b. Row i of x is row i % batch_rows of batch row i / batch_rows, and so it is in y, where outputs lie in
+// heads of `y_width`, `y_head` numbers apart.
 struct Linear {
   const void* x;
   index x_batch, x_row, batch_rows, rows;
@@ -14,7 +15,7 @@ struct Linear {
   const void* bias;  // or null
   index inputs, outputs;
   void* y;
-  index y_row;
+  index y_batch, y_head, y_row, y_width;
 };
 
 struct Kernels {
@@ -33,8 +34,8 @@ struct Kernels {
   void (*look_map)(const Looking&, const Task&, void* scratch);  // a task's rows are bins of queries
   index (*received_scratch)(const Looking&);
   void (*received)(const Looking&, const Task&, void* scratch);
-  // Outputs [first, last) of a few rows. They lie in one batch row, are padded with zeros to a multiple of 16 numbers,
-  // and there is room to read three more than there are.
+  // Outputs [first, last) of a few rows. They lie one behind the other, those of x padded with zeros to a multiple of
+  // 16 numbers, with room to read three more than there are, and y has one head.
   void (*linear)(const Linear&, index first, index last);
   index (*linear_scratch)(const Linear&);
   void (*linear_block)(const Linear&, index row, index first, index last, void* scratch);  // of `lanes` rows

@@ -109,8 +109,20 @@ struct Rows {
   }
 };
 
+// y (B, N, outputs), contiguous.
 Linear linear_of(const Rows& x, const Projection& p, index outputs, float* y) {
-  return {x.data, x.batch, x.row, x.N, x.count(), p.weight, p.row, p.bias, x.width, outputs, y, outputs};
+  return {x.data,  x.batch, x.row, x.N,           x.count(), p.weight, p.row,  p.bias,
+          x.width, outputs, y,     x.N * outputs, 0,         outputs,  outputs};
+}
+
+// y in heads of `width`, and where it lies: of many rows a head's own lie together, as attention reads them, unless
+// that would cut the outputs into pieces of no whole vectors.
+Linear heads_of(const Rows& x, const Projection& p, index heads, index width, float* y, View& view) {
+  Linear linear = linear_of(x, p, heads * width, y);
+  const bool apart = x.count() > few_rows && width % 16 == 0;
+  view = apart ? View{y, heads * x.N * width, x.N * width, width} : View{y, x.N * heads * width, width, heads * width};
+  if (apart) linear.y_head = view.head, linear.y_row = view.row, linear.y_width = width;
+  return linear;
 }
 
 }  // namespace
@@ -133,12 +145,9 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   if (!self) context.settle(room);
   const Rows& source = self ? x : context;
   run_all(kernels,
-          {linear_of(x, layer.q, s.H * s.D, q), linear_of(source, layer.k, s.G * s.D, k),
-           linear_of(source, layer.v, s.G * s.V, v)},
+          {heads_of(x, layer.q, s.H, s.D, q, plan.q), heads_of(source, layer.k, s.G, s.D, k, plan.k),
+           heads_of(source, layer.v, s.G, s.V, v, plan.v)},
           threads);
-  plan.q = {q, s.Q * s.H * s.D, s.D, s.H * s.D};
-  plan.k = {k, s.K * s.G * s.D, s.D, s.G * s.D};
-  plan.v = {v, s.K * s.G * s.V, s.V, s.G * s.V};
   plan.out = {mixed, merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
   merged.data = mixed;

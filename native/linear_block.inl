@@ -67,16 +67,21 @@ class LinearBlock {
     }
     const View x{const_cast<void*>(linear.x), 0, linear.x_batch, linear.x_row};
     strip.pack(x, own, 0, linear.inputs, nullptr, panel);
-    for (index o = first; o < last; o += together) {
-      const index count = last - o < together ? last - o : together;
+    for (index o = first, done; o < last; o += done) {
+      index count = last - o < together ? last - o : together;
+      const index head = o / linear.y_width, place = o % linear.y_width;
+      if (count > linear.y_width - place) count = linear.y_width - place;
       if (strip.nr == A::NR)
         multiply<A::NR>(linear, o, count, panel, tile);
       else if (strip.nr == 1)
         multiply<1>(linear, o, count, panel, tile);
       else
         multiply<(A::NR > 2 ? 2 : 1)>(linear, o, count, panel, tile);
-      strip.write(tile, count, own, ones, nullptr,
-                  [&](int lane) -> void* { return static_cast<T*>(linear.y) + (row + lane) * linear.y_row + o; });
+      strip.write(tile, count, own, ones, nullptr, [&](int lane) -> void* {
+        const index at = strip.head[lane] * linear.y_batch + head * linear.y_head + strip.query[lane] * linear.y_row;
+        return static_cast<T*>(linear.y) + at + place;
+      });
+      done = count;
     }
   }
 

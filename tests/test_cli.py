@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import multihead as mh
+from multihead import native
 from multihead.sizes import Sizes
 
 
@@ -83,6 +84,7 @@ def test_shapes_are_those_of_a_real_layer(options: dict) -> None:
 
 def test_info_says_what_is_there() -> None:
     told = run("info").stdout
+    assert native.module is None or "whole layer" in told
     for part in (
         f"multihead      {mh.__version__}",
         "native module",

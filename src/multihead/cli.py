@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import multihead as mh
-from multihead import native
+from multihead import native, whole
 from multihead.attend import BACKENDS
 
 WIDEST = 2**14  # E of the widest models: four matrices of 1 GiB each
@@ -312,6 +312,9 @@ def info() -> None:
     if features:
         table.add_row("cpu features", " ".join(name if there else f"({name})" for name, there in features.items()))
         table.add_row("", "in brackets: not on this CPU")
+    if native.module is not None:
+        reach = "any number of tokens" if whole.MANY else f"up to {whole.ROWS} tokens"
+        table.add_row("whole layer", f"one native call, in inference, for {reach}")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     table.add_row("accelerator", str(accelerator) if accelerator is not None else "none")
     console.print(table)

@@ -17,6 +17,7 @@ CASES = [  # B Q  K   E   C   H  G  D   V   mask    bias   why
     (3, 41, 41, 70, 70, 6, 2, 11, 13, True, True, "many tokens: rows in lanes, strips that cross batch rows"),
     (1, 17, 17, 520, 520, 4, 4, 32, 32, False, False, "one more than few; inputs in three stretches"),
     (2, 5, 60, 33, 90, 3, 1, 16, 8, False, True, "few queries on many keys: both kinds of product"),
+    (2, 30, 45, 40, 56, 4, 2, 16, 48, True, True, "many tokens in heads of whole vectors"),
     (1, 200, 3, 48, 17, 2, 2, 24, 24, False, True, "many queries on few keys"),
 ]
 
