@@ -38,7 +38,8 @@ struct Kernels {
   // 16 numbers, with room to read three more than there are, and y has one head.
   void (*linear)(const Linear&, index first, index last);
   index (*linear_scratch)(const Linear&);
-  void (*linear_block)(const Linear&, index row, index first, index last, void* scratch);  // of `lanes` rows
+  // Of `lanes` rows. `laid`: the block before, in the same scratch, was of the same rows of x.
+  void (*linear_block)(const Linear&, index row, index first, index last, bool laid, void* scratch);
 };
 
 struct Isa {

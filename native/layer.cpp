@@ -1,6 +1,9 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -16,50 +19,75 @@ namespace {
 // Up to so many rows, a product reads W in rows and keeps x in the cache; beyond, x lies in vector lanes.
 constexpr index few_rows = 16;
 
-// A product and how it is cut: `across` blocks of `outputs` outputs, for few rows, or for each of `down` strips of
-// rows.
-struct Job {
-  Linear linear;
-  index outputs, across, down;
+// Up to three products of the same rows of x, and how they are cut into tasks: blocks of `outputs` outputs, and of many
+// rows, strips of them. All blocks of a strip follow each other, so that a thread lays x in lanes once for them.
+struct Products {
+  std::array<Linear, 3> linears;
+  std::array<index, 3> until = {};  // blocks of each product and those before it
+  int count = 0;
+  index outputs = 0, strips = 1;
+
+  bool few() const { return linears[0].rows <= few_rows; }
+  index across() const { return until[count - 1]; }
+  index tasks() const { return strips * across(); }
+
+  void cut(index size) {
+    outputs = size;
+    index sum = 0;
+    for (int i = 0; i < count; ++i) until[i] = sum += (linears[i].outputs + outputs - 1) / outputs;
+  }
 };
+
+Products products_of(std::initializer_list<Linear> linears, const Kernels& kernels, int threads) {
+  Products p;
+  for (const Linear& linear : linears) p.linears[p.count++] = linear;
+  if (p.few()) {
+    p.cut(32);  // a few hundred kilobytes of weights
+  } else {
+    p.strips = (p.linears[0].rows + kernels.lanes - 1) / kernels.lanes;
+    p.cut(256);  // fine enough to end together on all threads
+    while (p.outputs > 64 && p.tasks() < 8 * threads) p.cut(p.outputs / 2);
+  }
+  return p;
+}
 
 struct Run {
   const Kernels* kernels;
-  std::vector<Job> jobs;
+  std::initializer_list<Products> all;
+  std::uint64_t number;  // of this run among all
 };
 
-Job job_of(const Linear& linear, const Kernels& kernels, int threads) {
-  const auto blocks = [&](index outputs) { return (linear.outputs + outputs - 1) / outputs; };
-  if (linear.rows <= few_rows) return {linear, 32, blocks(32), 1};  // a few hundred kilobytes of weights
-  const index down = (linear.rows + kernels.lanes - 1) / kernels.lanes;
-  index outputs = 1024;  // each block lays x in lanes anew, which costs as much as about eight outputs
-  while (outputs > 64 && down * blocks(outputs) < 8 * threads) outputs /= 2;
-  return {linear, outputs, blocks(outputs), down};
-}
+// What lies in the lanes of this thread's scratch.
+thread_local struct {
+  std::uint64_t run = 0;
+  const Products* products = nullptr;
+  index strip = 0;
+} laid;
 
 void run_one(const void* context, index i, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
-  for (const Job& job : run.jobs) {
-    if (i < job.across * job.down) {
-      const index first = i / job.down * job.outputs, last = std::min(first + job.outputs, job.linear.outputs);
-      if (job.linear.rows <= few_rows)
-        run.kernels->linear(job.linear, first, last);
-      else
-        run.kernels->linear_block(job.linear, i % job.down * run.kernels->lanes, first, last, scratch);
-      return;
-    }
-    i -= job.across * job.down;
-  }
+  const Products* p = run.all.begin();
+  for (; i >= p->tasks(); ++p) i -= p->tasks();
+  const index strip = p->few() ? 0 : i / p->across(), block = i - strip * p->across();
+  int which = 0;
+  while (block >= p->until[which]) ++which;
+  const Linear& linear = p->linears[which];
+  const index first = (which ? block - p->until[which - 1] : block) * p->outputs;
+  const index last = std::min(first + p->outputs, linear.outputs);
+  if (p->few()) return run.kernels->linear(linear, first, last);
+  const bool same = laid.run == run.number && laid.products == p && laid.strip == strip;
+  run.kernels->linear_block(linear, strip * run.kernels->lanes, first, last, same, scratch);
+  laid = {run.number, p, strip};
 }
 
-void run_all(const Kernels& kernels, std::initializer_list<Linear> linears, int threads) {
-  Run run{&kernels, {}};
+void run_all(const Kernels& kernels, std::initializer_list<Products> all, int threads) {
+  static std::atomic<std::uint64_t> runs{0};
   index count = 0, scratch = 0;
-  for (const Linear& linear : linears) {
-    run.jobs.push_back(job_of(linear, kernels, threads));
-    count += run.jobs.back().across * run.jobs.back().down;
-    if (linear.rows > few_rows) scratch = std::max(scratch, kernels.linear_scratch(linear));
+  for (const Products& p : all) {
+    count += p.tasks();
+    if (!p.few()) scratch = std::max(scratch, kernels.linear_scratch(p.linears[0]));
   }
+  const Run run{&kernels, all, ++runs};
   if (!parallel_run(threads, count, scratch, run_one, &run)) throw std::bad_alloc();
 }
 
@@ -95,7 +123,11 @@ struct Rows {
   index batch, row, B, N, width;
 
   index count() const { return B * N; }
-  index step() const { return (width + 15) / 16 * 16; }
+  // Rows whole pages apart would crowd each other, and those of W, out of the cache: 5 lines more, or fewer than 16.
+  index step() const {
+    const index lines = (width + 15) / 16;
+    return 16 * (lines + (21 - lines % 16) % 16);
+  }
   index numbers() const { return count() <= few_rows ? (count() + 3) * step() : 0; }
 
   void settle(Room& room) {
@@ -144,15 +176,18 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   x.settle(room);
   if (!self) context.settle(room);
   const Rows& source = self ? x : context;
-  run_all(kernels,
-          {heads_of(x, layer.q, s.H, s.D, q, plan.q), heads_of(source, layer.k, s.G, s.D, k, plan.k),
-           heads_of(source, layer.v, s.G, s.V, v, plan.v)},
-          threads);
+  const Linear to_q = heads_of(x, layer.q, s.H, s.D, q, plan.q), to_k = heads_of(source, layer.k, s.G, s.D, k, plan.k),
+               to_v = heads_of(source, layer.v, s.G, s.V, v, plan.v);
+  const auto products = [&](std::initializer_list<Linear> linears) { return products_of(linears, kernels, threads); };
+  if (self)
+    run_all(kernels, {products({to_q, to_k, to_v})}, threads);
+  else
+    run_all(kernels, {products({to_q}), products({to_k, to_v})}, threads);
   plan.out = {mixed, merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
   merged.data = mixed;
   merged.settle(room);
-  run_all(kernels, {linear_of(merged, layer.o, layer.E, layer.y)}, threads);
+  run_all(kernels, {products({linear_of(merged, layer.o, layer.E, layer.y)})}, threads);
 }
 
 }  // namespace multihead

@@ -10,6 +10,20 @@
 namespace multihead {
 namespace {
 
+// Rows of y that are written next, asked for a few at a time while their numbers are computed.
+struct Awaited {
+  char* const* rows;
+  int count;
+  index bytes;
+  int at_a_time;
+  int next = 0;
+
+  void ask() {
+    for (int i = 0; i < at_a_time && next < count; ++i, ++next)
+      for (index at = 0; at < bytes; at += 64) __builtin_prefetch(rows[next] + at, 1);
+  }
+};
+
 template <class A, int NR>
 struct OutputGroups {
   using T = typename A::T;
@@ -21,11 +35,13 @@ struct OutputGroups {
   const T* panel;
   index inputs;
   T* to;
+  Awaited& awaited;
 
   template <int MR>
   inline __attribute__((always_inline)) void group(index i) {
     for (index from = 0; from < inputs; from += stretch) {
       const index depth = inputs - from < stretch ? inputs - from : stretch;
+      awaited.ask();
       F sum[MR][NR];
       accumulate<A, MR, NR, true>(weight + i * stride + from, stride, panel + from * NR * A::W, depth, sum);
 #pragma GCC unroll 16
@@ -52,8 +68,9 @@ class LinearBlock {
     return (linear.inputs + together + 1) * Lanes * static_cast<index>(sizeof(T)) + 3 * 64;
   }
 
-  // Outputs [first, last) of rows [row, row + Lanes), or as many as there are.
-  static void run(const Linear& linear, index row, index first, index last, void* scratch) {
+  // Outputs [first, last) of rows [row, row + Lanes), or as many as there are. `laid`: these rows of x lie in the lanes
+  // of `scratch` already.
+  static void run(const Linear& linear, index row, index first, index last, bool laid, void* scratch) {
     Arena arena{static_cast<char*>(scratch)};
     T *panel = arena.take<T>(linear.inputs * Lanes), *tile = arena.take<T>(together * Lanes);
     T* ones = arena.take<T>(Lanes);
@@ -66,21 +83,24 @@ class LinearBlock {
       ones[lane] = 1;
     }
     const View x{const_cast<void*>(linear.x), 0, linear.x_batch, linear.x_row};
-    strip.pack(x, own, 0, linear.inputs, nullptr, panel);
+    if (!laid) strip.pack(x, own, 0, linear.inputs, nullptr, panel);
     for (index o = first, done; o < last; o += done) {
       index count = last - o < together ? last - o : together;
       const index head = o / linear.y_width, place = o % linear.y_width;
       if (count > linear.y_width - place) count = linear.y_width - place;
-      if (strip.nr == A::NR)
-        multiply<A::NR>(linear, o, count, panel, tile);
-      else if (strip.nr == 1)
-        multiply<1>(linear, o, count, panel, tile);
-      else
-        multiply<(A::NR > 2 ? 2 : 1)>(linear, o, count, panel, tile);
-      strip.write(tile, count, own, ones, nullptr, [&](int lane) -> void* {
+      char* to[Lanes];
+      for (int lane = 0; lane < strip.rows; ++lane) {
         const index at = strip.head[lane] * linear.y_batch + head * linear.y_head + strip.query[lane] * linear.y_row;
-        return static_cast<T*>(linear.y) + at + place;
-      });
+        to[lane] = reinterpret_cast<char*>(static_cast<T*>(linear.y) + at + place);
+      }
+      const Awaited awaited{to, strip.rows, count * static_cast<index>(sizeof(T)), 0};
+      if (strip.nr == A::NR)
+        multiply<A::NR>(linear, o, count, panel, tile, awaited);
+      else if (strip.nr == 1)
+        multiply<1>(linear, o, count, panel, tile, awaited);
+      else
+        multiply<(A::NR > 2 ? 2 : 1)>(linear, o, count, panel, tile, awaited);
+      strip.write(tile, count, own, ones, nullptr, [&](int lane) -> void* { return to[lane]; });
       done = count;
     }
   }
@@ -89,10 +109,14 @@ class LinearBlock {
   static constexpr Type own = sizeof(T) == 8 ? Type::f64 : Type::f32;
 
   template <int NR>
-  static void multiply(const Linear& linear, index o, index count, const T* panel, T* tile) {
+  static void multiply(const Linear& linear, index o, index count, const T* panel, T* tile, Awaited awaited) {
     const T* weight = static_cast<const T*>(linear.weight) + o * linear.weight_row;
     const T* bias = linear.bias ? static_cast<const T*>(linear.bias) + o : nullptr;
-    OutputGroups<A, NR> groups{weight, linear.weight_row, bias, panel, linear.inputs, tile};
+    using Groups = OutputGroups<A, NR>;
+    const index stretches = (linear.inputs + Groups::stretch - 1) / Groups::stretch;
+    const index times = (count + A::MR(NR) - 1) / A::MR(NR) * (stretches > 0 ? stretches : 1);
+    awaited.at_a_time = static_cast<int>((awaited.count + times - 1) / times);
+    Groups groups{weight, linear.weight_row, bias, panel, linear.inputs, tile, awaited};
     in_groups<A::MR(NR)>(count, groups);
   }
 };
