@@ -1,5 +1,5 @@
-// The only file of the core that knows Python. Tensors come as addresses, shapes and strides: at small sizes the call
-// is the cost, and an exchange of array objects takes longer than the work.
+// With torch_layer.cpp, the only file of the core that knows Python. Tensors come as addresses, shapes and strides: at
+// small sizes the call is the cost, and an exchange of array objects takes longer than the work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -12,6 +12,7 @@
 #include "features.h"
 #include "layer.h"
 #include "look.h"
+#include "torch_layer.h"
 
 namespace nb = nanobind;
 
@@ -189,6 +190,18 @@ void look_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb
   look(looking, chosen, threads);
 }
 
+// The mask and the options of a layer's call.
+void set_options(Plan& plan, double scale, nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias,
+                 Address sinks, double softcap) {
+  plan.start = bound(start, 0, "start");
+  plan.stop = bound(stop, plan.sizes.K, "stop");
+  plan.allowed = dense(allowed, "allowed");
+  plan.bias = dense(bias, "bias");
+  plan.sinks = reinterpret_cast<const void*>(sinks);
+  plan.scale = scale, plan.softcap = softcap;
+  if (!(softcap >= 0)) refuse("softcap must be positive, or 0 for none");
+}
+
 // (address, row stride, bias address or 0)
 Projection projection(nb::handle given, const char* name) {
   const Integers<3> at(given, name);
@@ -209,13 +222,7 @@ void layer_raw(Address x, nb::handle x_shape, nb::handle x_strides, Address cont
   if (sizes[0] % sizes[1]) refuse("G does not divide H");
   Layer layer;
   layer.plan.sizes = {xs[0], sizes[0], sizes[1], xs[1], cs[1], sizes[2], sizes[3]};
-  layer.plan.start = bound(start, 0, "start");
-  layer.plan.stop = bound(stop, cs[1], "stop");
-  layer.plan.allowed = dense(allowed, "allowed");
-  layer.plan.bias = dense(bias, "bias");
-  layer.plan.sinks = reinterpret_cast<const void*>(sinks);
-  layer.plan.scale = scale, layer.plan.softcap = softcap;
-  if (!(softcap >= 0)) refuse("softcap must be positive, or 0 for none");
+  set_options(layer.plan, scale, start, stop, allowed, bias, sinks, softcap);
   layer.E = xs[2], layer.C = cs[2];
   layer.x = reinterpret_cast<const float*>(x), layer.context = reinterpret_cast<const float*>(context);
   layer.x_batch = x_at[0], layer.x_row = x_at[1];
@@ -224,6 +231,26 @@ void layer_raw(Address x, nb::handle x_shape, nb::handle x_strides, Address cont
   layer.v = projection(v, "v"), layer.o = projection(o, "o");
   layer.y = reinterpret_cast<float*>(y);
   const Isa& chosen = choose(isa);
+  nb::gil_scoped_release release;
+  run_layer(layer, chosen, threads);
+}
+
+// A Layer without its mask, its options and y.
+nb::object plain_layer(nb::handle x, nb::handle context, nb::handle children, nb::handle widths) {
+  const Integers<4> w(widths, "widths");  // E, C, D, V
+  for (int i = 0; i < 4; ++i)
+    if (w[i] < 1) refuse("widths must be four positive sizes: E, C, D, V");
+  Layer layer;
+  if (!read_layer(x, context, children, {w[0], w[1], w[2], w[3]}, layer)) return nb::none();
+  return nb::cast(layer);
+}
+
+void run_plain_layer(const Layer& read, Address y, double scale, int threads, nb::handle start, nb::handle stop,
+                     nb::handle allowed, Address sinks, double softcap) {
+  Layer layer = read;
+  set_options(layer.plan, scale, start, stop, allowed, nb::none(), sinks, softcap);
+  layer.y = reinterpret_cast<float*>(y);
+  const Isa& chosen = choose("");
   nb::gil_scoped_release release;
   run_layer(layer, chosen, threads);
 }
@@ -282,4 +309,16 @@ NB_MODULE(_native, module) {
              nb::arg("start") = nb::none(), nb::arg("stop") = nb::none(), nb::arg("allowed") = nb::none(),
              nb::arg("bias") = nb::none(), nb::arg("sinks") = 0, nb::arg("softcap") = 0.0, nb::arg("isa") = "",
              "The whole layer, fp32: see native/README.md.");
+  nb::class_<Layer>(module, "Layer", "A call of the layer, read off torch's objects: see native/README.md.")
+      .def_prop_ro(
+          "sizes",
+          [](const Layer& layer) {
+            const Sizes& s = layer.plan.sizes;
+            return nb::make_tuple(s.B, s.H, s.Q, s.K);
+          },
+          "B, H, Q, K")
+      .def("run", run_plain_layer, nb::arg("y"), nb::arg("scale"), nb::arg("threads"), nb::arg("start").none(),
+           nb::arg("stop").none(), nb::arg("allowed").none(), nb::arg("sinks"), nb::arg("softcap"));
+  module.def("plain_layer", plain_layer, nb::arg("x").none(), nb::arg("context").none(), nb::arg("children"),
+             nb::arg("widths"), "A Layer, or None where something is not plain: see native/README.md.");
 }

@@ -21,13 +21,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the whole layer ran in one native call."""
     assert native.module is not None
     made: list[int] = []
-    run = native.module.layer
+    read = native.module.plain_layer
 
-    def counted(*args: Any, **options: Any) -> None:
-        made.append(1)
-        run(*args, **options)
+    class Counted:
+        def __init__(self, call: Any) -> None:
+            self.call, self.sizes = call, call.sizes
 
-    monkeypatch.setattr(native.module, "layer", counted)
+        def run(self, *args: Any) -> None:
+            made.append(1)
+            self.call.run(*args)
+
+    def counted(*args: Any) -> Counted | None:
+        call = read(*args)
+        return None if call is None else Counted(call)
+
+    monkeypatch.setattr(native.module, "plain_layer", counted)
     return made
 
 
@@ -143,6 +151,34 @@ def hooked(made: mh.MultiHeadAttention) -> None:
     made.v_proj.register_forward_hook(lambda *_: None)
 
 
+def hooked_before(made: mh.MultiHeadAttention) -> None:
+    made.q_proj.register_forward_pre_hook(lambda *_: None)
+
+
+def hooked_backward(made: mh.MultiHeadAttention) -> None:
+    made.k_proj.register_full_backward_hook(lambda *_: None)
+
+
+def hooked_before_backward(made: mh.MultiHeadAttention) -> None:
+    made.o_proj.register_full_backward_pre_hook(lambda *_: None)
+
+
+class Watchful(nn.Parameter):
+    """A tensor of somebody else's."""
+
+
+def subclassed(made: mh.MultiHeadAttention) -> None:
+    made.q_proj.weight = Watchful(made.q_proj.weight.data)
+
+
+def mixed(made: mh.MultiHeadAttention) -> None:
+    made.v_proj.bias = nn.Parameter(made.v_proj.bias.data[:1].expand(24))  # stride 0
+
+
+def sinking_apart(made: mh.MultiHeadAttention) -> None:
+    made.sinks = nn.Parameter(torch.randn(6, 2)[:, 0])
+
+
 def adapted(made: mh.MultiHeadAttention) -> None:
     made.q_proj = nn.Sequential(made.q_proj)  # type: ignore[assignment]
 
@@ -157,15 +193,31 @@ def parametrized(made: mh.MultiHeadAttention) -> None:
 
 
 class TestNotTaken:
-    @pytest.mark.parametrize("change", [hooked, adapted, patched, parametrized])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            hooked,
+            hooked_before,
+            hooked_backward,
+            hooked_before_backward,
+            adapted,
+            patched,
+            parametrized,
+            subclassed,
+            mixed,
+            sinking_apart,
+        ],
+    )
     def test_where_a_projection_is_more_than_a_product(
         self, change: Callable[[mh.MultiHeadAttention], None], calls: list[int]
     ) -> None:
         made, x = layer(), torch.randn(5, 24)
         change(made)
         with torch.no_grad():
-            made(x)
-        assert not calls
+            taken = made(x)
+            assert not calls
+            with mh.backend("reference"):
+                torch.testing.assert_close(taken, made(x))
 
     @pytest.mark.parametrize("options", [{"rope": True}, {"qk_norm": True}])
     def test_where_a_step_has_more_to_do(self, options: dict[str, Any], calls: list[int]) -> None:
@@ -215,6 +267,31 @@ class TestNotTaken:
         with torch.no_grad():
             layer().double()(torch.randn(5, 24).double())
         assert not calls
+
+
+def test_what_is_read_off_torch_is_checked() -> None:
+    assert native.module is not None
+    read, made, x = native.module.plain_layer, layer(), torch.randn(2, 5, 24)
+    widths, children = (24, 24, 4, 4), dict(made._modules)
+    assert read(x, None, children, widths).sizes == (2, 6, 5, 5)
+    assert read(x[0], x[1], children, widths).sizes == (1, 6, 5, 5)
+    for other in (x.double(), x.to_sparse(), x.to("meta"), x[0, 0], x[None], nn.Parameter(x), x[..., :23], None, 3):
+        assert read(other, None, children, widths) is None
+        assert other is None or read(x, other, children, widths) is None
+    for context in (x[0], x[:1], x[:, :0]):
+        assert read(x, context, children, widths) is None
+    for wrong in ((24, 24, 5, 4), (24, 24, 4, 5), (24, 23, 4, 4), (23, 24, 4, 4), (24, 24, 48, 4)):
+        assert read(x, None, children, wrong) is None
+    for missing in children:
+        if missing.endswith("proj"):
+            assert read(x, None, {k: v for k, v in children.items() if k != missing}, widths) is None
+            assert read(x, None, children | {missing: None}, widths) is None
+            assert read(x, None, children | {missing: nn.Linear(24, 23)}, widths) is None
+            assert read(x, None, children | {missing: nn.Linear(24, 24).double()}, widths) is None
+            assert read(x, None, children | {missing: nn.Linear(24, 24, device="meta")}, widths) is None
+    assert read(x, None, [], widths) is None
+    with pytest.raises(ValueError, match="widths"):
+        read(x, None, children, (24, 24, 0, 4))
 
 
 def test_the_error_is_the_same_as_with_many_tokens() -> None:

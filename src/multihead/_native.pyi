@@ -1,4 +1,7 @@
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 Shape = tuple[int, ...] | Sequence[int]
 Ramp = tuple[int, int, int]  # clamp(q + offset, low, high)
@@ -119,3 +122,20 @@ def layer(
     softcap: float = 0.0,
     isa: str = "",
 ) -> None: ...
+
+class Layer:
+    @property
+    def sizes(self) -> tuple[int, int, int, int]: ...
+    def run(
+        self,
+        y: int,
+        scale: float,
+        threads: int,
+        start: Ramp | BoundTensor | None,
+        stop: Ramp | BoundTensor | None,
+        allowed: Dense | None,
+        sinks: int,
+        softcap: float,
+    ) -> None: ...
+
+def plain_layer(x: Tensor, context: Tensor | None, children: dict[str, Any], widths: Shape) -> Layer | None: ...

@@ -313,8 +313,7 @@ def info() -> None:
         table.add_row("cpu features", " ".join(name if there else f"({name})" for name, there in features.items()))
         table.add_row("", "in brackets: not on this CPU")
     if native.module is not None:
-        reach = "any number of tokens" if whole.MANY else f"up to {whole.ROWS} tokens"
-        table.add_row("whole layer", f"one native call, in inference, for {reach}")
+        table.add_row("whole layer", whole.reach())
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     table.add_row("accelerator", str(accelerator) if accelerator is not None else "none")
     console.print(table)

@@ -7,12 +7,10 @@ hook, an adapter, a tracer) sends the call through the seven steps one by one, a
 that the error is found there.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as hooks
 
 from multihead import native
@@ -28,78 +26,53 @@ ROWS = 16  # up to so many tokens the kernel is faster on every CPU
 MANY = native.module is not None and not native.module.cpu_is_intel()  # whether it is with more, too
 
 
+def reach() -> str:
+    """How far one native call goes here, in words."""
+    if not hasattr(Tensor, "__dlpack_c_exchange_api__"):  # what `plain_layer` reads tensors by
+        return f"step by step: one native call needs torch 2.10 or newer, and this is {torch.__version__}"
+    return f"one native call, in inference, for {'any number of' if MANY else f'up to {ROWS}'} tokens"
+
+
 def layer(
     of: "MultiHeadAttention", x: Tensor, context: Tensor | None, mask: Mask | Tensor | None, backend: str | None
 ) -> Tensor | None:
     """What the layer puts out for a call without cache, positions, lengths or bias; None where this is not for us.
 
     The kernel leaves nothing of the caches to Python, so each line here costs several times what it does in a loop by
-    itself: what is looked up is looked up once.
+    itself: tensors and projections are read in C++.
     """
-    source = x if context is None else context
-    if not _fits(x) or (source is not x and not _fits(source)) or _noticed(of, backend):
+    if _noticed(of, backend):
         return None
-    children, s = of._modules, of.sizes  # __getattr__ of a module takes longer than all that follows
-    q, k = _linear(children["q_proj"]), _linear(children["k_proj"])
-    v, o = _linear(children["v_proj"]), _linear(children["o_proj"])
-    if q is None or k is None or v is None or o is None:
+    assert native.module is not None
+    s = of.sizes
+    call = native.module.plain_layer(x, context, of._modules, (s.E, s.C, s.D, s.V))
+    if call is None:
         return None
-    H, G, D, V = q.rows // s.D, k.rows // s.D, s.D, s.V  # at run time: a layer may be sharded by heads
-    if not H or not G or H % G or v.rows != G * V or o.columns != H * V or o.rows != s.E:
-        return None
-    if q.columns != s.E or k.columns != s.C or v.columns != s.C:
-        return None
-    shape: tuple[int, ...] = x.shape
-    source_shape: tuple[int, ...] = source.shape
-    strides = x.stride()
-    if len(shape) != len(source_shape) or source_shape[-1] != s.C or shape[-1] != s.E:
+    B, H, Q, K = call.sizes  # at run time: a layer may be sharded by heads
+    if not MANY and B * max(Q, K) > ROWS:
         return None
     sinks = of.sinks
-    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (H,)):
+    if sinks is not None and not (_plain(sinks) and sinks.shape == (H,)):
         return None
-    if torch.is_grad_enabled() and (x.requires_grad or source.requires_grad or _trained(of)):
+    if torch.is_grad_enabled() and (x.requires_grad or _trained(of) or (context is not None and context.requires_grad)):
         return None
-    source_strides = strides if source is x else source.stride()
-    if len(shape) == 2:
-        shape, source_shape = (1, *shape), (1, *source_shape)
-        strides, source_strides = (0, *strides), (0, *source_strides)
-    B, N, K = shape[0], shape[1], source_shape[1]
-    if not N or not K or source_shape[0] != B:
-        return None
-    visible = see(mask, N, K, x.device, B, H)
+    start = stop = allowed = None
+    if mask is not None:
+        visible = see(mask, Q, K, x.device, B, H)
+        start, stop = bound_of(visible.start, (B, H, Q)), bound_of(visible.stop, (B, H, Q))
+        allowed = dense_of(visible.dense, (B, H, Q, K))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    at = x.data_ptr()
-    assert native.module is not None
-    native.module.layer(
-        at,
-        shape,
-        strides,
-        at if source is x else source.data_ptr(),
-        source_shape,
-        source_strides,
-        q.at,
-        k.at,
-        v.at,
-        o.at,
-        (H, G, D, V),
+    call.run(
         y.data_ptr(),
         of.scale,
         torch.get_num_threads(),
-        bound_of(visible.start, (B, H, N)),
-        bound_of(visible.stop, (B, H, N)),
-        None if visible.dense is None else dense_of(visible.dense, (B, H, N, K)),
-        None,
+        start,
+        stop,
+        allowed,
         0 if sinks is None else sinks.data_ptr(),
         of.softcap or 0.0,
     )
     return y
-
-
-def _fits(t: Tensor) -> bool:
-    """Rows of float32 on the CPU, each contiguous, not too many, in a tensor of torch's own."""
-    if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu or t.dim() not in (2, 3):
-        return False
-    return t.numel() > 0 and (MANY or t.numel() <= ROWS * t.shape[-1]) and t.stride(-1) == 1
 
 
 def _noticed(of: "MultiHeadAttention", backend: str | None) -> bool:
@@ -113,57 +86,8 @@ def _noticed(of: "MultiHeadAttention", backend: str | None) -> bool:
     return inside_torch_func() or torch.is_autocast_enabled("cpu")
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Where a plain `nn.Linear` holds its weight and bias, and how it looked when that was found out."""
-
-    at: tuple[int, int, int]  # address of the weight, its row stride, address of the bias or 0
-    rows: int
-    columns: int
-    weight: Tensor
-    bias: Tensor | None
-    shape: torch.Size
-
-    def still(self, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """Whether it holds the same tensors, and these the same numbers: `.data` may have been set anew."""
-        if weight is not self.weight or bias is not self.bias or weight.data_ptr() != self.at[0]:
-            return False
-        if weight.dtype is not torch.float32 or weight.shape != self.shape or weight.stride() != (self.at[1], 1):
-            return False
-        return bias is None or (bias.data_ptr() == self.at[2] and bias.dtype is torch.float32 and _row(bias, self.rows))
-
-
-_held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
-
-
-def _linear(p: nn.Module | None) -> _Held | None:
-    """Where a plain `nn.Linear` holds its weight and bias; None for anything that does more than multiply and add."""
-    if type(p) is not nn.Linear or p._forward_hooks or p._forward_pre_hooks or p._backward_hooks:
-        return None
-    own = p.__dict__
-    if p._backward_pre_hooks or "forward" in own or "weight" in own or "bias" in own:
-        return None
-    parameters = own["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    known = _held.get(p)
-    if known is not None and known.still(weight, bias):
-        return known
-    if weight is None or not _plain(weight) or weight.dim() != 2:
-        return None
-    rows, columns = weight.shape
-    if bias is not None and not (_plain(bias) and _row(bias, rows)):
-        return None
-    at = weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr()
-    found = _held[p] = _Held(at, rows, columns, weight, bias, weight.shape)
-    return found
-
-
-def _row(bias: Tensor, length: int) -> bool:
-    return bias.shape == (length,) and bias.stride() == (1,)
-
-
 def _plain(t: Tensor) -> bool:
-    return type(t) in OWN and t.dtype is torch.float32 and t.is_cpu and t.stride(-1) == 1
+    return type(t) in OWN and t.dtype is torch.float32 and t.is_cpu and t.is_contiguous()
 
 
 def _trained(of: "MultiHeadAttention") -> bool:

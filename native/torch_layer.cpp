@@ -1,0 +1,137 @@
+// Reads torch's objects as they are, without running any Python: what the kernel has pushed out of the caches makes
+// every line of Python several times as long as it is in a loop by itself.
+#include "torch_layer.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+
+namespace nb = nanobind;
+
+namespace multihead {
+namespace {
+
+using Tensor = nb::dlpack::dltensor;
+
+// The functions that torch offers for exchanging tensors in C, by DLPack's specification of version 1.
+struct Exchange {
+  struct {
+    std::uint32_t major, minor;
+  } version;
+  const Exchange* older;
+  void *allocate, *give, *take;
+  int (*describe)(void* tensor, Tensor* description);  // 0, or -1 with an error set
+  void* stream;
+};
+
+PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+PyTypeObject* type(const char* module, const char* text) {
+  return reinterpret_cast<PyTypeObject*>(nb::object(nb::module_::import_(module).attr(text)).release().ptr());
+}
+
+struct Torch {
+  PyTypeObject *linear = type("torch.nn", "Linear"), *tensor = type("torch", "Tensor"),
+               *parameter = type("torch.nn", "Parameter");
+  const Exchange* exchange = nullptr;
+  // Of a module: what must be empty, and what must not be there at all.
+  PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
+                        name("_backward_pre_hooks")};
+  PyObject* own[3] = {name("forward"), name("weight"), name("bias")};
+  PyObject *parameters = name("_parameters"), *weight = name("weight"), *bias = name("bias");
+  PyObject* projections[4] = {name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj")};
+
+  Torch() {
+    const nb::object capsule =
+        nb::getattr(nb::handle(reinterpret_cast<PyObject*>(tensor)), "__dlpack_c_exchange_api__", nb::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
+    exchange = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    while (exchange && exchange->version.major > 1) exchange = exchange->older;
+    if (exchange && (exchange->version.major != 1 || !exchange->describe)) exchange = nullptr;
+  }
+
+  // Whether a tensor is of fp32, on the CPU, and contiguous along its last axis.
+  bool describe(PyObject* object, Tensor& to) const {
+    if (exchange->describe(object, &to)) {  // sparse, say
+      PyErr_Clear();
+      return false;
+    }
+    const bool fp32 = to.dtype == nb::dtype<float>(), cpu = to.device.device_type == nb::device::cpu::value;
+    if (!fp32 || !cpu || to.ndim < 1 || !to.strides) return false;
+    to.data = static_cast<char*>(to.data) + to.byte_offset;
+    return to.strides[to.ndim - 1] == 1 || to.shape[to.ndim - 1] == 1;
+  }
+
+  // Rows (N, width) or (B, N, width).
+  bool rows(nb::handle object, index width, Tensor& to) const {
+    if (Py_TYPE(object.ptr()) != tensor || !describe(object.ptr(), to)) return false;
+    return (to.ndim == 2 || to.ndim == 3) && to.shape[to.ndim - 1] == width;
+  }
+
+  // A module's dictionary in place of its attributes: looking those up could run code.
+  bool projection(PyObject* module, index inputs, Projection& to, index& outputs) const {
+    if (!module || Py_TYPE(module) != linear) return false;
+    const nb::object dictionary = nb::steal(PyObject_GenericGetDict(module, nullptr));
+    if (!dictionary.is_valid()) throw nb::python_error();
+    const auto entry = [](PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); };
+    for (PyObject* key : hooks) {
+      PyObject* kept = entry(dictionary.ptr(), key);
+      if (!kept || !PyDict_Check(kept) || PyDict_Size(kept) > 0) return false;
+    }
+    for (PyObject* key : own)
+      if (entry(dictionary.ptr(), key)) return false;
+    PyObject* held = entry(dictionary.ptr(), parameters);
+    if (!held || !PyDict_Check(held)) return false;
+    const auto numbers = [&](PyObject* object, int axes, Tensor& into) {
+      const PyTypeObject* kind = object ? Py_TYPE(object) : nullptr;
+      return (kind == parameter || kind == tensor) && describe(object, into) && into.ndim == axes;
+    };
+    Tensor matrix, added;
+    if (!numbers(entry(held, weight), 2, matrix) || matrix.shape[1] != inputs) return false;
+    PyObject* shift = entry(held, bias);
+    const bool biased = shift && shift != Py_None;
+    if (biased && (!numbers(shift, 1, added) || added.shape[0] != matrix.shape[0])) return false;
+    to = {static_cast<const float*>(matrix.data), matrix.strides[0],
+          biased ? static_cast<const float*>(added.data) : nullptr};
+    outputs = matrix.shape[0];
+    return true;
+  }
+};
+
+}  // namespace
+
+bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Widths& w, Layer& layer) {
+  static const Torch torch;
+  if (!torch.exchange || !PyDict_Check(children.ptr())) return false;
+  Tensor from_x, from_context;
+  if (!torch.rows(x, w.E, from_x)) return false;
+  if (context.is_none()) {
+    if (w.C != w.E) return false;
+    from_context = from_x;
+  } else if (!torch.rows(context, w.C, from_context) || from_context.ndim != from_x.ndim) {
+    return false;
+  }
+  const bool batched = from_x.ndim == 3;
+  const auto size = [&](const Tensor& t, int axis) { return t.shape[t.ndim - 2 + axis]; };
+  const auto step = [&](const Tensor& t, int axis) { return t.strides[t.ndim - 2 + axis]; };
+  const index B = batched ? from_x.shape[0] : 1;
+  if ((batched && from_context.shape[0] != B) || B < 1 || size(from_x, 0) < 1 || size(from_context, 0) < 1)
+    return false;
+  layer.x = static_cast<const float*>(from_x.data), layer.context = static_cast<const float*>(from_context.data);
+  layer.x_batch = batched ? from_x.strides[0] : 0, layer.x_row = step(from_x, 0);
+  layer.context_batch = batched ? from_context.strides[0] : 0, layer.context_row = step(from_context, 0);
+  layer.E = w.E, layer.C = w.C;
+
+  const auto child = [&](int i) { return PyDict_GetItemWithError(children.ptr(), torch.projections[i]); };
+  index q, k, v, o;  // what the projections put out
+  if (!torch.projection(child(0), w.E, layer.q, q) || !torch.projection(child(1), w.C, layer.k, k) ||
+      !torch.projection(child(2), w.C, layer.v, v))
+    return false;
+  const index H = q / w.D, G = k / w.D;
+  if (H < 1 || G < 1 || H * w.D != q || G * w.D != k || H % G || v != G * w.V) return false;
+  if (!torch.projection(child(3), H * w.V, layer.o, o) || o != w.E) return false;
+  layer.plan.sizes = {B, H, G, size(from_x, 0), size(from_context, 0), w.D, w.V};
+  return true;
+}
+
+}  // namespace multihead
