@@ -78,6 +78,10 @@ index part_keys(const Sizes& s, index block, bool few) {
   return part >= s.K ? s.K : part;
 }
 
+void link(std::vector<Task>& tasks) {
+  for (std::size_t i = 1; i < tasks.size(); ++i) tasks[i - 1].next = &tasks[i];
+}
+
 void run(int threads, index count, index scratch, TaskFunction task, const Run& context) {
   if (!parallel_run(threads, count, scratch, task, &context)) throw std::bad_alloc();
 }
@@ -109,6 +113,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
       for (index row = 0; row < rows; row += block)
         tasks.push_back({pair / s.G, pair % s.G, row, std::min(block, rows - row), 0, s.K, nullptr});
     if (threads > 1) longest_first(plan, tasks);
+    link(tasks);
     run(threads, static_cast<index>(tasks.size()), scratch, run_one, {&plan, &kernels, tasks.data(), few});
     return;
   }
@@ -136,6 +141,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
         }
       }
     }
+    link(tasks);
     Run context{&plan, &kernels, tasks.data(), few};
     run(threads, static_cast<index>(tasks.size()), scratch, run_one, context);
     context.tasks = merged.data(), context.parts = parts.data(), context.splits = splits;

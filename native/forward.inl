@@ -1,6 +1,7 @@
 // Attention of a block of query rows over keys and values: the (Q,K) scores exist one tile at a time.
 #pragma once
 
+#include "awaited.inl"
 #include "product.inl"
 #include "scores.inl"
 #include "statistics.inl"
@@ -22,9 +23,11 @@ struct ScoreGroups {
   index depth;
   T* scores;
   F top[NR];
+  Awaited<A::NR * A::W, false>* awaited = nullptr;  // queries of the next rows
 
   template <int MR>
   inline __attribute__((always_inline)) void group(index i) {
+    if (awaited) awaited->ask();
     F sum[MR][NR];
     accumulate<A, MR, NR, true, First>(k + i * stride, stride, q, depth, sum);
 #pragma GCC unroll 16
@@ -48,10 +51,12 @@ struct MixGroups {
   index depth;
   T* mixed;
   F decay[NR];
-  index until[NR] = {};  // if Clipped: the keys of each vector and those before it
+  index until[NR] = {};                            // if Clipped: the keys of each vector and those before it
+  Awaited<A::NR * A::W, true>* awaited = nullptr;  // rows of the output
 
   template <int MR>
   inline __attribute__((always_inline)) void group(index i) {
+    if (awaited) awaited->ask();
     F sum[MR][NR];
     accumulate<A, MR, NR, false>(v + i, stride, weights, Clipped ? until[0] : depth, sum);
     if constexpr (Clipped && NR > 1)
@@ -111,6 +116,8 @@ class Forward {
   const T *k_rows, *v_rows;
   index k_stride, v_stride;
   T unit;  // what turns a score into a power of two
+  Awaited<Lanes, false> queries;
+  Awaited<Lanes, true> outputs;
 
   Forward(const Plan& p, const Task& t, void* scratch) : plan(p), task(t) {
     const Sizes& s = plan.sizes;
@@ -144,7 +151,6 @@ class Forward {
     index first = task.key + task.keys, last = task.key;
     for (int i = 0; i < count; ++i) {
       strips[i].bound(plan, task);
-      if (i == 0) strips[i].fetch(plan.q, plan, task, plan.sizes.D, false);
       if (strips[i].first < strips[i].last) {
         first = strips[i].first < first ? strips[i].first : first;
         last = strips[i].last > last ? strips[i].last : last;
@@ -159,8 +165,12 @@ class Forward {
         Strip<A>& strip = strips[i];
         const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
         if (low >= high) continue;
-        if (!strip.begun) begin(i);
-        if (high == strip.last && !task.partial) strip.fetch(plan.out, plan, task, plan.sizes.V, true);
+        queries.clear(), outputs.clear();
+        if (!strip.begun) {
+          begin(i);
+          await_queries_after(strip, high - low);
+        }
+        if (high == strip.last && !task.partial) await_outputs(strip);
         const T* k = k_rows + (low - from) * k_stride;
         const T* v = v_rows + (low - from) * v_stride;
         if (strip.nr == A::NR)
@@ -182,7 +192,30 @@ class Forward {
     if (plan.given)
       for (int lane = 0; lane < strips[i].nr * W; ++lane)
         strips[i].top[lane] = Ending<T>::load(plan, task.b, strips[i].head[lane], strips[i].query[lane]).top;
-    if (i + 1 < count) strips[i + 1].fetch(plan.q, plan, task, plan.sizes.D, false);
+  }
+
+  // The queries of the strip that begins next, of this task or of the one that follows, while `keys` keys are scored.
+  void await_queries_after(const Strip<A>& strip, index keys) {
+    const Task* of = &task;
+    index row = strip.row + strip.rows;
+    if (row >= task.row + task.rows) {
+      if (!task.next) return;
+      of = task.next, row = of->row;
+    }
+    const index group = plan.sizes.group(), left = of->row + of->rows - row;
+    index q = row / group, h = of->g * group + row % group;
+    for (index i = 0; i < left && i < Lanes; ++i) {
+      queries.add(row_of(plan.q, plan.type, of->b, h, q));
+      if (++h == (of->g + 1) * group) h -= group, ++q;
+    }
+    queries.spread(plan.sizes.D * bytes(plan.type), keys / A::MR(A::NR));
+  }
+
+  // The rows of the output that this strip is written to, while its last values are mixed.
+  void await_outputs(const Strip<A>& strip) {
+    for (int lane = 0; lane < strip.rows; ++lane)
+      outputs.add(row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]));
+    outputs.spread(plan.sizes.V * bytes(plan.type), plan.sizes.V / A::MR(A::NR));
   }
 
   template <int NR>
@@ -229,7 +262,8 @@ class Forward {
   // Scores of the keys [from, to) of a tile for the vectors from First on; `top` becomes the largest of each lane.
   template <int NR, int First>
   void score(const Strip<A>& strip, index from, index to, const T* k, F (&top)[NR]) {
-    ScoreGroups<A, NR, First> groups{k + from * k_stride, k_stride, strip.q, plan.sizes.D, scores + from * NR * W, {}};
+    ScoreGroups<A, NR, First> groups{k + from * k_stride,    k_stride, strip.q, plan.sizes.D,
+                                     scores + from * NR * W, {},       &queries};
     for (int c = First; c < NR; ++c) groups.top[c] = top[c];
     in_groups<A::MR(NR - First)>(to - from, groups);
     for (int c = First; c < NR; ++c) top[c] = groups.top[c];
@@ -246,7 +280,7 @@ class Forward {
 
   template <int NR, bool Clipped>
   void mix_groups(const Strip<A>& strip, index key, index keys, const T* v, const F (&decay)[NR]) {
-    MixGroups<A, NR, Clipped> into{v, v_stride, scores, keys, strip.mixed, {}};
+    MixGroups<A, NR, Clipped> into{v, v_stride, scores, keys, strip.mixed, {}, {}, &outputs};
     for (int c = 0; c < NR; ++c) into.decay[c] = decay[c], into.until[c] = within(strip.until[c] - key, keys);
     in_groups<A::MR(NR)>(plan.sizes.V, into);
   }

@@ -2,6 +2,7 @@
 // it. The micro-kernel is that of the scores, with x for the queries and the rows of W for the keys.
 #pragma once
 
+#include "awaited.inl"
 #include "kernels.h"
 #include "product.inl"
 #include "strip.inl"
@@ -9,20 +10,6 @@
 
 namespace multihead {
 namespace {
-
-// Rows of y that are written next, asked for a few at a time while their numbers are computed.
-struct Awaited {
-  char* const* rows;
-  int count;
-  index bytes;
-  int at_a_time;
-  int next = 0;
-
-  void ask() {
-    for (int i = 0; i < at_a_time && next < count; ++i, ++next)
-      for (index at = 0; at < bytes; at += 64) __builtin_prefetch(rows[next] + at, 1);
-  }
-};
 
 template <class A, int NR>
 struct OutputGroups {
@@ -35,7 +22,7 @@ struct OutputGroups {
   const T* panel;
   index inputs;
   T* to;
-  Awaited& awaited;
+  Awaited<NR * A::W, true>& awaited;  // rows of y
 
   template <int MR>
   inline __attribute__((always_inline)) void group(index i) {
@@ -93,13 +80,12 @@ class LinearBlock {
         const index at = strip.head[lane] * linear.y_batch + head * linear.y_head + strip.query[lane] * linear.y_row;
         to[lane] = reinterpret_cast<char*>(static_cast<T*>(linear.y) + at + place);
       }
-      const Awaited awaited{to, strip.rows, count * static_cast<index>(sizeof(T)), 0};
       if (strip.nr == A::NR)
-        multiply<A::NR>(linear, o, count, panel, tile, awaited);
+        multiply<A::NR>(linear, o, count, panel, to, strip.rows, tile);
       else if (strip.nr == 1)
-        multiply<1>(linear, o, count, panel, tile, awaited);
+        multiply<1>(linear, o, count, panel, to, strip.rows, tile);
       else
-        multiply<(A::NR > 2 ? 2 : 1)>(linear, o, count, panel, tile, awaited);
+        multiply<(A::NR > 2 ? 2 : 1)>(linear, o, count, panel, to, strip.rows, tile);
       strip.write(tile, count, own, ones, nullptr, [&](int lane) -> void* { return to[lane]; });
       done = count;
     }
@@ -108,14 +94,16 @@ class LinearBlock {
  private:
   static constexpr Type own = sizeof(T) == 8 ? Type::f64 : Type::f32;
 
+  // tile[count][lanes]; `to`: the rows that it will be written to.
   template <int NR>
-  static void multiply(const Linear& linear, index o, index count, const T* panel, T* tile, Awaited awaited) {
+  static void multiply(const Linear& linear, index o, index count, const T* panel, char* const* to, int rows, T* tile) {
     const T* weight = static_cast<const T*>(linear.weight) + o * linear.weight_row;
     const T* bias = linear.bias ? static_cast<const T*>(linear.bias) + o : nullptr;
     using Groups = OutputGroups<A, NR>;
+    Awaited<NR * W, true> awaited;
+    for (int lane = 0; lane < rows; ++lane) awaited.add(to[lane]);
     const index stretches = (linear.inputs + Groups::stretch - 1) / Groups::stretch;
-    const index times = (count + A::MR(NR) - 1) / A::MR(NR) * (stretches > 0 ? stretches : 1);
-    awaited.at_a_time = static_cast<int>((awaited.count + times - 1) / times);
+    awaited.spread(count * static_cast<index>(sizeof(T)), count / A::MR(NR) * stretches);
     Groups groups{weight, linear.weight_row, bias, panel, linear.inputs, tile, awaited};
     in_groups<A::MR(NR)>(count, groups);
   }

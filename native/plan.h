@@ -83,7 +83,8 @@ struct Plan {
 // Row r is query r / group of head g * group + r % group: neighbours see nearly the same keys.
 struct Task {
   index b, g, row, rows, key, keys;
-  void* partial = nullptr;  // where to leave the unfinished sums of a split task; null: finish into out
+  void* partial = nullptr;     // where to leave the unfinished sums of a split task; null: finish into out
+  const Task* next = nullptr;  // the task that most likely follows on the same thread
 };
 
 // The backward pass of a plan whose `state` the forward pass has filled; `out` is not needed.

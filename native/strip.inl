@@ -51,15 +51,6 @@ struct Strip {
     if (first >= last) first = last = low;
   }
 
-  // Asks for the rows of q or out ahead of their use: they come from memory in strides that the CPU does not foresee.
-  void fetch(const View& view, const Plan& plan, const Task& task, index width, bool write) const {
-    for (int lane = 0; lane < rows; ++lane) {
-      const char* at = row_of(view, plan.type, task.b, head[lane], query[lane]);
-      for (index i = 0; i < width * bytes(plan.type); i += 64)
-        write ? __builtin_prefetch(at + i, 1) : __builtin_prefetch(at + i, 0);
-    }
-  }
-
   // Lays the queries in lanes and empties the sums.
   void begin(const Plan& plan, const Task& task, T* rowwise) {
     const index lanes = nr * W;
