@@ -18,14 +18,15 @@ struct Run {
   index splits = 1;
 };
 
-void run_one(const void* context, index i, void* scratch) {
+void run_tasks(const void* context, index from, index to, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
-  (run.few ? run.kernels->attend_few : run.kernels->attend_block)(*run.plan, run.tasks[i], scratch);
+  const auto step = run.few ? run.kernels->attend_few : run.kernels->attend_block;
+  for (index i = from; i < to; ++i) step(*run.plan, run.tasks[i], scratch);
 }
 
-void merge_one(const void* context, index i, void*) {
+void merge_tasks(const void* context, index from, index to, void*) {
   const Run& run = *static_cast<const Run*>(context);
-  run.kernels->merge(*run.plan, run.tasks[i], run.parts + i * run.splits, run.splits);
+  for (index i = from; i < to; ++i) run.kernels->merge(*run.plan, run.tasks[i], run.parts + i * run.splits, run.splits);
 }
 
 // Keys that the rows of a task see, from a sample: enough to start with the longest.
@@ -114,7 +115,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
         tasks.push_back({pair / s.G, pair % s.G, row, std::min(block, rows - row), 0, s.K, nullptr});
     if (threads > 1) longest_first(plan, tasks);
     link(tasks);
-    run(threads, static_cast<index>(tasks.size()), scratch, run_one, {&plan, &kernels, tasks.data(), few});
+    run(threads, static_cast<index>(tasks.size()), scratch, run_tasks, {&plan, &kernels, tasks.data(), few});
     return;
   }
 
@@ -143,10 +144,10 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
     }
     link(tasks);
     Run context{&plan, &kernels, tasks.data(), few};
-    run(threads, static_cast<index>(tasks.size()), scratch, run_one, context);
+    run(threads, static_cast<index>(tasks.size()), scratch, run_tasks, context);
     context.tasks = merged.data(), context.parts = parts.data(), context.splits = splits;
     const index merges = static_cast<index>(merged.size());
-    run(double(merges) * splits * s.V < worth_waking ? 1 : threads, merges, 0, merge_one, context);
+    run(double(merges) * splits * s.V < worth_waking ? 1 : threads, merges, 0, merge_tasks, context);
   }
 }
 

@@ -34,11 +34,11 @@ struct Kernels {
   void (*look_map)(const Looking&, const Task&, void* scratch);  // a task's rows are bins of queries
   index (*received_scratch)(const Looking&);
   void (*received)(const Looking&, const Task&, void* scratch);
-  // Outputs [first, last) of a few rows. They lie one behind the other, those of x padded with zeros to a multiple of
-  // 16 numbers, with room to read three more than there are, and y has one head.
-  void (*linear)(const Linear&, index first, index last);
-  index (*linear_scratch)(const Linear&);
-  // Of `lanes` rows. `laid`: the block before, in the same scratch, was of the same rows of x.
+  // Outputs [first, last) of a few rows, whose y lie one behind the other in one head, or of `lanes` rows from `row`
+  // on. `laid`: the call before, in the same scratch, was of the same rows of x.
+  index (*linear_few_scratch)(const Linear&);
+  void (*linear_few)(const Linear&, index row, index first, index last, bool laid, void* scratch);
+  index (*linear_block_scratch)(const Linear&);
   void (*linear_block)(const Linear&, index row, index first, index last, bool laid, void* scratch);
 };
 

@@ -5,8 +5,8 @@
 #include "few.inl"
 #include "forward.inl"
 #include "kernels.h"
-#include "linear.inl"
 #include "linear_block.inl"
+#include "linear_few.inl"
 #include "look.inl"
 #include "merge.inl"
 #include "received.inl"
@@ -44,7 +44,8 @@ constexpr Kernels kernels_of = {
     Look<A>::pool,
     Received<A>::scratch_bytes,
     Received<A>::run,
-    linear<A>,
+    LinearFew<A>::scratch_bytes,
+    LinearFew<A>::run,
     LinearBlock<A>::scratch_bytes,
     LinearBlock<A>::run,
 };

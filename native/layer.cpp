@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <new>
@@ -16,11 +15,12 @@
 namespace multihead {
 namespace {
 
-// Up to so many rows, a product reads W in rows and keeps x in the cache; beyond, x lies in vector lanes.
+// Up to so many rows, a product reads W in rows and keeps x in the first-level cache; beyond, x lies in vector lanes.
 constexpr index few_rows = 16;
 
-// Up to three products of the same rows of x, and how they are cut into tasks: blocks of `outputs` outputs, and of many
-// rows, strips of them. All blocks of a strip follow each other, so that a thread lays x in lanes once for them.
+// Up to three products of the same rows of x, and how they are cut into tasks, fine enough to end together on all
+// threads: blocks of `outputs` outputs, and of many rows, strips of them. All blocks of a strip follow each other, so
+// that a thread lays x in lanes once for them.
 struct Products {
   std::array<Linear, 3> linears;
   std::array<index, 3> until = {};  // blocks of each product and those before it
@@ -42,10 +42,10 @@ Products products_of(std::initializer_list<Linear> linears, const Kernels& kerne
   Products p;
   for (const Linear& linear : linears) p.linears[p.count++] = linear;
   if (p.few()) {
-    p.cut(32);  // a few hundred kilobytes of weights
+    p.cut(16);
   } else {
     p.strips = (p.linears[0].rows + kernels.lanes - 1) / kernels.lanes;
-    p.cut(256);  // fine enough to end together on all threads
+    p.cut(256);
     while (p.outputs > 64 && p.tasks() < 8 * threads) p.cut(p.outputs / 2);
   }
   return p;
@@ -57,27 +57,33 @@ struct Run {
   std::uint64_t number;  // of this run among all
 };
 
-// What lies in the lanes of this thread's scratch.
+// Which rows of x lie in this thread's scratch.
 thread_local struct {
   std::uint64_t run = 0;
   const Products* products = nullptr;
   index strip = 0;
 } laid;
 
-void run_one(const void* context, index i, void* scratch) {
+void run_tasks(const void* context, index from, index to, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
   const Products* p = run.all.begin();
-  for (; i >= p->tasks(); ++p) i -= p->tasks();
-  const index strip = p->few() ? 0 : i / p->across(), block = i - strip * p->across();
-  int which = 0;
-  while (block >= p->until[which]) ++which;
-  const Linear& linear = p->linears[which];
-  const index first = (which ? block - p->until[which - 1] : block) * p->outputs;
-  const index last = std::min(first + p->outputs, linear.outputs);
-  if (p->few()) return run.kernels->linear(linear, first, last);
-  const bool same = laid.run == run.number && laid.products == p && laid.strip == strip;
-  run.kernels->linear_block(linear, strip * run.kernels->lanes, first, last, same, scratch);
-  laid = {run.number, p, strip};
+  for (; from < to && from >= p->tasks(); ++p) from -= p->tasks(), to -= p->tasks();
+  while (from < to) {
+    if (from == p->tasks()) to -= from, from = 0, ++p;
+    const index strip = from / p->across(), block = from - strip * p->across();
+    int which = 0;
+    while (block >= p->until[which]) ++which;
+    const Linear& linear = p->linears[which];
+    // Blocks of one product behind each other are one.
+    const index blocks = std::min(to - from, p->until[which] - block),
+                first = block - (which ? p->until[which - 1] : 0);
+    const index begin = first * p->outputs, end = std::min((first + blocks) * p->outputs, linear.outputs);
+    const bool same = laid.run == run.number && laid.products == p && laid.strip == strip;
+    const auto multiply = p->few() ? run.kernels->linear_few : run.kernels->linear_block;
+    multiply(linear, strip * run.kernels->lanes, begin, end, same, scratch);
+    laid = {run.number, p, strip};
+    from += blocks;
+  }
 }
 
 void run_all(const Kernels& kernels, std::initializer_list<Products> all, int threads) {
@@ -85,10 +91,11 @@ void run_all(const Kernels& kernels, std::initializer_list<Products> all, int th
   index count = 0, scratch = 0;
   for (const Products& p : all) {
     count += p.tasks();
-    if (!p.few()) scratch = std::max(scratch, kernels.linear_scratch(p.linears[0]));
+    const auto bytes = p.few() ? kernels.linear_few_scratch : kernels.linear_block_scratch;
+    scratch = std::max(scratch, bytes(p.linears[0]));
   }
   const Run run{&kernels, all, ++runs};
-  if (!parallel_run(threads, count, scratch, run_one, &run)) throw std::bad_alloc();
+  if (!parallel_run(threads, count, scratch, run_tasks, &run)) throw std::bad_alloc();
 }
 
 // Memory of one call: kept by the thread where it is little, so that none is asked for in each call of a few tokens.
@@ -117,28 +124,12 @@ class Room {
 
 thread_local std::vector<float> Room::kept;
 
-// The rows that a product reads, (B, N, width): as they lie, or, of few, side by side and padded as `linear` asks.
+// The rows that a product reads, (B, N, width), as they lie.
 struct Rows {
   const float* data;
   index batch, row, B, N, width;
 
   index count() const { return B * N; }
-  // Rows whole pages apart would crowd each other, and those of W, out of the cache: 5 lines more, or fewer than 16.
-  index step() const {
-    const index lines = (width + 15) / 16;
-    return 16 * (lines + (21 - lines % 16) % 16);
-  }
-  index numbers() const { return count() <= few_rows ? (count() + 3) * step() : 0; }
-
-  void settle(Room& room) {
-    if (count() > few_rows) return;
-    float* to = room.take(numbers());
-    for (index i = 0; i < count(); ++i) {
-      std::memcpy(to + i * step(), data + i / N * batch + i % N * row, sizeof(float) * static_cast<std::size_t>(width));
-      std::memset(to + i * step() + width, 0, sizeof(float) * static_cast<std::size_t>(step() - width));
-    }
-    data = to, batch = N * step(), row = step();
-  }
 };
 
 // y (B, N, outputs), contiguous.
@@ -165,17 +156,14 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   const Kernels& kernels = *isa.f32;
   const bool self = layer.context == layer.x && layer.context_batch == layer.x_batch &&
                     layer.context_row == layer.x_row && s.K == s.Q && layer.C == layer.E;
-  Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E};
-  Rows context{layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C};
-  Rows merged{nullptr, s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V};
-  const index q_size = x.count() * s.H * s.D, k_size = context.count() * s.G * s.D,
-              v_size = context.count() * s.G * s.V;
-  const index merged_size = merged.count() * merged.width;
-  Room room(x.numbers() + context.numbers() + merged.numbers() + q_size + k_size + v_size + merged_size);
-  float *q = room.take(q_size), *k = room.take(k_size), *v = room.take(v_size), *mixed = room.take(merged_size);
-  x.settle(room);
-  if (!self) context.settle(room);
+  const Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E};
+  const Rows context{layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C};
   const Rows& source = self ? x : context;
+  const index q_size = x.count() * s.H * s.D, k_size = context.count() * s.G * s.D,
+              v_size = context.count() * s.G * s.V, merged_size = x.count() * s.H * s.V;
+  Room room(q_size + k_size + v_size + merged_size);
+  float *q = room.take(q_size), *k = room.take(k_size), *v = room.take(v_size);
+  const Rows merged{room.take(merged_size), s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V};
   const Linear to_q = heads_of(x, layer.q, s.H, s.D, q, plan.q), to_k = heads_of(source, layer.k, s.G, s.D, k, plan.k),
                to_v = heads_of(source, layer.v, s.G, s.V, v, plan.v);
   const auto products = [&](std::initializer_list<Linear> linears) { return products_of(linears, kernels, threads); };
@@ -183,10 +171,8 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
     run_all(kernels, {products({to_q, to_k, to_v})}, threads);
   else
     run_all(kernels, {products({to_q}), products({to_k, to_v})}, threads);
-  plan.out = {mixed, merged.batch, s.V, merged.row};
+  plan.out = {const_cast<float*>(merged.data), merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
-  merged.data = mixed;
-  merged.settle(room);
   run_all(kernels, {products({linear_of(merged, layer.o, layer.E, layer.y)})}, threads);
 }
 

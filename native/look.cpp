@@ -17,14 +17,14 @@ struct Run {
   const Task* tasks;
 };
 
-void run_one(const void* context, index i, void* scratch) {
+void run_tasks(const void* context, index from, index to, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
-  run.step(*run.looking, run.tasks[i], scratch);
+  for (index i = from; i < to; ++i) run.step(*run.looking, run.tasks[i], scratch);
 }
 
 void run_all(const Looking& looking, Step step, const std::vector<Task>& tasks, index scratch, int threads) {
   const Run context{&looking, step, tasks.data()};
-  if (!parallel_run(threads, static_cast<index>(tasks.size()), scratch, run_one, &context)) throw std::bad_alloc();
+  if (!parallel_run(threads, static_cast<index>(tasks.size()), scratch, run_tasks, &context)) throw std::bad_alloc();
 }
 
 // Blocks of rows, the last ones first: under a causal mask they see most. No weight depends on another, so that few

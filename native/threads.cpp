@@ -36,6 +36,21 @@ class Scratch {
 
 thread_local Scratch scratch;
 
+// Tasks that are handed out in runs of a sixteenth of what is left: few hand-overs, and a short last one.
+struct alignas(64) Share {
+  std::atomic<index> next;
+  index end;
+
+  bool take(index& from, index& to) {
+    from = next.load(std::memory_order_relaxed);
+    do {
+      if (from >= end) return false;
+      to = from + 1 + (end - from) / 16;
+    } while (!next.compare_exchange_weak(from, to, std::memory_order_relaxed));
+    return true;
+  }
+};
+
 bool inside_parallel() {
 #ifdef _OPENMP
   return omp_in_parallel();
@@ -51,21 +66,18 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
   if (threads <= 1 || forked.load(std::memory_order_relaxed) || inside_parallel()) {
     void* own = scratch.at_least(scratch_bytes);
     if (!own && scratch_bytes) return false;
-    for (index i = 0; i < count; ++i) task(context, i, own);
+    if (count > 0) task(context, 0, count, own);
     return true;
   }
 #ifdef _OPENMP
-  // Each thread has a run of neighbouring tasks, the same in every call of the same size, so that what it reads is
+  // Each thread has a share of neighbouring tasks, the same in every call of the same size, so that what it reads is
   // still in its own cache. One that is done helps the next.
-  constexpr int most_runs = 64;
-  struct alignas(64) Run {
-    std::atomic<index> next;
-    index end;
-  } runs[most_runs];
-  const int n = threads < most_runs ? threads : most_runs;
+  constexpr int most_shares = 64;
+  Share shares[most_shares];
+  const int n = threads < most_shares ? threads : most_shares;
   for (int i = 0; i < n; ++i) {
-    runs[i].next.store(i * count / n, std::memory_order_relaxed);
-    runs[i].end = (i + 1) * count / n;
+    shares[i].next.store(i * count / n, std::memory_order_relaxed);
+    shares[i].end = (i + 1) * count / n;
   }
   std::atomic<int> able{0};
 #pragma omp parallel num_threads(threads)
@@ -74,8 +86,8 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
     if (own || !scratch_bytes) {
       able.fetch_add(1, std::memory_order_relaxed);
       for (int i = 0; i < n; ++i) {
-        Run& run = runs[(omp_get_thread_num() + i) % n];
-        for (index at; (at = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) task(context, at, own);
+        Share& share = shares[(omp_get_thread_num() + i) % n];
+        for (index from, to; share.take(from, to);) task(context, from, to, own);
       }
     }
   }
