@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import multihead as mh
+from multihead import lens as lens_module
 from multihead import native
 from multihead.backends import native_statistics, region
 from tests.cases import CASES, ORDERS, Case, accepting, assert_within_bound, by_why, max_error
@@ -120,6 +121,54 @@ def test_every_method_equals_the_same_from_dense_float64_weights(case: Case, way
                 assert_within_bound(found, worst, wanted, dtype)
             except AssertionError as error:
                 raise AssertionError(f"{name} in {dtype}: {error}") from error
+
+
+class TestAttendWithWeights:
+    """What models are given that ask for all weights beside the output."""
+
+    @pytest.mark.parametrize("left", [True, False], ids=["the kernel's state", "the log-sum-exp"])
+    @pytest.mark.parametrize("case", CASES, **by_why)
+    def test_both_are_within_the_bound(self, case: Case, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not left:
+            monkeypatch.setattr(lens_module, "attend_leaving_state", lambda call: None)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            given = {**case.tensors(dtype), **case.options, "mask": case.mask}
+            out, weights = lens_module.attend_with_weights(**given)
+            assert torch.equal(out, mh.attend(**given))  # asking changes nothing
+            assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            exact, plain = dense_weights(case, dtype, None if left else case.run(dtype, None, return_lse=True)[1])
+            worst = max(plain, key=lambda w: max_error(w, exact.numpy()))
+            assert_within_bound(weights, worst, exact.numpy(), dtype)
+
+    @pytest.mark.skipif(native.module is None, reason=f"the native module is {native.missing}")
+    def test_whoever_computes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = torch.randn(3, 2, 4, 40, 16)
+        q[0, 0, 3], k[1, 2, 7] = torch.nan, torch.inf
+        given = {"mask": mh.Causal(window=9), "sinks": torch.randn(4), "bias": torch.randn(4, 40, 40)}
+        given["bias"][1, 5] = -torch.inf  # a query that sees only its sink
+        out, weights = lens_module.attend_with_weights(q, k, v, **given)
+        monkeypatch.setattr(lens_module, "attend_leaving_state", lambda call: None)
+        other_out, others = lens_module.attend_with_weights(q, k, v, **given)
+        torch.testing.assert_close(out, other_out, equal_nan=True)
+        torch.testing.assert_close(weights, others, equal_nan=True)
+        assert weights[0, 0, 3].isnan().any()
+        assert not weights[0, 1, 5].any()
+
+    def test_dropout_is_drawn_as_without_weights(self) -> None:
+        q, k, v = torch.randn(3, 1, 2, 40, 16)
+        torch.manual_seed(5)
+        plain = mh.attend(q, k, v, dropout=0.5)
+        torch.manual_seed(5)
+        out, weights = lens_module.attend_with_weights(q, k, v, dropout=0.5)
+        assert torch.equal(out, plain)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 40))
+
+    def test_a_named_backend_runs(self) -> None:
+        q, k, v = torch.randn(3, 1, 2, 40, 16)
+        with mh.backend("reference"):
+            out, weights = lens_module.attend_with_weights(q, k, v)
+            assert torch.equal(out, mh.attend(q, k, v))
+        torch.testing.assert_close(weights, torch.softmax(q @ k.mT / 4, -1))
 
 
 @computed

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multihead import plots, steps, terminal
-from multihead.attend import prepare
-from multihead.backends import Call, statistics, without_autocast
+from multihead.attend import attend, attend_leaving_state, prepare
+from multihead.backends import Call, native_statistics, statistics, without_autocast
 from multihead.backends.region import SIDE, At, Region, Scan
 from multihead.intervals import Visible
 from multihead.masks import Mask
@@ -60,6 +60,32 @@ def look(
     (torch.Size([1, 8, 1, 4096]), torch.Size([1, 8, 64, 64]))
     """
     return Lens(prepare(q, k, k, mask, scale, softcap, sinks, bias, 0.0, False), lse)
+
+
+def attend_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Visible | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """What `attend` gives, and all weights before dropout, (B,H,Q,K), float32 or wider; neither has a gradient.
+
+    Asking for weights never changes which kernel runs. Where it is the native one, its own numbers lead to them.
+    """
+    call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, False)
+    with without_autocast(call.q.device):
+        left = attend_leaving_state(call)
+        if left is not None:
+            return left[0], native_statistics.weigh(call, left[1])
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
+    heads, lse = attend(q, k, v, mask, dropout=dropout, return_lse=True, **options)
+    return heads, look(q, k, mask, lse=lse, **options).weights()
 
 
 class Lens:

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from multihead import steps
 from multihead.attend import attend
 from multihead.intervals import Frame, Visible, inside_torch_func, readable
-from multihead.lens import look
+from multihead.lens import attend_with_weights, look
 from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
 from multihead.sizes import describe
 
-AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted with a gradient
+AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -80,16 +80,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         B, H, L, _ = q_heads.shape
         visible, bias = read_masks(key_padding_mask, attn_mask, is_causal, (B, H, L, k_heads.shape[2]), extra, q)
         dropout = self.dropout if self.training else 0.0
-        looked = need_weights and _can_be_looked_at(q_heads, k_heads, bias)
-        heads: Any = attend(q_heads, k_heads, v_heads, visible, bias=bias, dropout=dropout, return_lse=looked)
-        heads, lse = heads if looked else (heads, None)  # steps 3 and 4
+        looked, lse, weights = need_weights and _can_be_looked_at(q_heads, k_heads, bias), None, None
+        if looked and (not average_attn_weights or B * H * L * k_heads.shape[2] <= AT_ONCE):
+            heads, weights = attend_with_weights(q_heads, k_heads, v_heads, visible, bias=bias, dropout=dropout)
+        else:
+            given: Any = attend(q_heads, k_heads, v_heads, visible, bias=bias, dropout=dropout, return_lse=looked)
+            heads, lse = given if looked else (given, None)  # steps 3 and 4
 
         transposed = steps.transpose_back(heads)  # step 5: (N, L, H, D)
         merged = steps.concatenate(transposed.transpose(0, axis))  # step 6, in the layout of `query`
         output = self.out_proj(merged if batched else merged[0])  # step 7
         if not need_weights:
             return output, None
-        weights = weights_of(q_heads, k_heads, visible, bias, lse, average_attn_weights)
+        if weights is None:
+            weights = weights_of(q_heads, k_heads, visible, bias, lse, average_attn_weights)
+        elif average_attn_weights:
+            weights = weights.mean(1)
+        weights = weights.to(q_heads.dtype)
         return output, weights if batched else weights[0]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -168,15 +175,13 @@ def weights_of(
 ) -> Tensor:
     """The weights before dropout in the dtype of q, beside the kernel: (N, H, L, S), or their mean (N, L, S).
 
-    With the kernel's lse they come from a lens, for the mean a head at a time. Without it (a gradient is wanted, or
+    With the kernel's lse their mean comes from a lens, a head at a time. Without it (a gradient is wanted, or
     there are no numbers to read) from step 3 as written, for the mean a few heads at a time, which a gradient computes
     again.
     """
     B, H, L, S = (*q.shape[:3], k.shape[2])
     if lse is not None:
         lens = look(q, k, visible, bias=bias, lse=lse)
-        if not average:
-            return lens.weights().to(q.dtype)
         total = q.new_zeros((B, L, S), dtype=lens.dtype)
         for h in range(H):
             total += lens.weights(heads=h)[:, 0]

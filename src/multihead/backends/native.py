@@ -46,24 +46,35 @@ class Native:
         return f"the native kernel, {native.instruction_set()}, skipping what is hidden"
 
     def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if call.needs_grad or torch.compiler.is_compiling() or type(call.q) not in OWN or watched():
+        if not unwatched(call):
             return _operator(call, seed)
-        out, lse, _ = attend(
-            call.q,
-            call.k,
-            call.v,
-            call.visible.start,
-            call.visible.stop,
-            call.visible.dense,
-            call.bias,
-            call.sinks,
-            call.scale,
-            call.softcap or 0.0,
-            call.dropout,
-            0 if seed is None else int(seed),
-            want_lse=call.want_lse,
-        )
+        out, lse, _ = run(call, seed)
         return out, lse
+
+
+def unwatched(call: Call) -> bool:
+    """Whether nobody sees if the native function is called outside torch."""
+    return not (call.needs_grad or torch.compiler.is_compiling() or type(call.q) not in OWN or watched())
+
+
+def run(call: Call, seed: Tensor | None, *, want_state: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, lse where the call wants it, and the state of every row: see native/README.md."""
+    return attend(
+        call.q,
+        call.k,
+        call.v,
+        call.visible.start,
+        call.visible.stop,
+        call.visible.dense,
+        call.bias,
+        call.sinks,
+        call.scale,
+        call.softcap or 0.0,
+        call.dropout,
+        0 if seed is None else int(seed),
+        want_lse=call.want_lse,
+        want_state=want_state,
+    )
 
 
 def watched() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead import native
-from multihead.backends import blocked
+from multihead.backends import Call, blocked
 from multihead.backends.native import DTYPES, MOST, OWN, bound_of, dense_of, lined_up, watched
 from multihead.backends.region import At, Region, Scan
 from multihead.intervals import inside_torch_func
@@ -82,6 +82,34 @@ def weights(region: Region, lse: Tensor) -> Tensor:
 def tiles(region: Region, lse: Tensor, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
     for at, _ in region.blocks(all_heads):
         yield at, weights(region.part(at), lse[at.rows])
+
+
+def weigh(call: Call, state: Tensor) -> Tensor:
+    """All weights of a call that has left its state: they are those that were used, with no rounding of a lse."""
+    B, H, Q, K = (*call.q.shape[:3], call.k.shape[2])
+    q, k, visible = lined_up(call.q), lined_up(call.k), call.visible
+    out = torch.zeros(B, H, Q, K, dtype=state.dtype)
+    bias = None if call.bias is None else call.bias.to(state.dtype)
+    assert native.module is not None
+    native.module.look(
+        q.data_ptr(),
+        q.shape,
+        q.stride(),
+        k.data_ptr(),
+        k.shape,
+        k.stride(),
+        state.data_ptr(),
+        DTYPES[q.dtype],
+        call.scale,
+        torch.get_num_threads(),
+        weights=(out.data_ptr(), *out.stride()[:3]),
+        start=bound_of(visible.start, (B, H, Q)),
+        stop=bound_of(visible.stop, (B, H, Q)),
+        allowed=dense_of(visible.dense, (B, H, Q, K)),
+        bias=dense_of(bias, (B, H, Q, K)),
+        softcap=call.softcap or 0.0,
+    )
+    return out
 
 
 # The calls ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 from multihead.attend import attend
 from multihead.hf.masks import IntervalMask
 from multihead.intervals import Frame, Ramp, Visible
-from multihead.lens import Lens, look
+from multihead.lens import Lens, attend_with_weights, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Window, check_broadcast, lower
 
 NAME = "multihead"
@@ -83,14 +83,19 @@ def attention(
         watcher(query, key, visible, options)
     k, v, seen, cut_bias = _cut(key, value, visible, bias)
     dropped = dropout if module.training else 0.0
-    asked = _asked(output_attentions)
-    with_lse = asked and not torch.is_grad_enabled()  # where a gradient may be wanted, the weights do without it
-    heads: Any = attend(query, k, v, seen, dropout=dropped, return_lse=with_lse, **{**options, "bias": cut_bias})
-    heads, lse = heads if with_lse else (heads, None)  # (B, H, Q, V), (B, H, Q)
+    cut_options, weights = {**options, "bias": cut_bias}, None
+    if not _asked(output_attentions):
+        heads: Any = attend(query, k, v, seen, dropout=dropped, **cut_options)  # (B, H, Q, V)
+    elif torch.is_grad_enabled():  # a gradient may be wanted: the weights do without what the kernel knows
+        heads = attend(query, k, v, seen, dropout=dropped, **cut_options)
+        weights = look(query, key, visible, **options).weights()
+    else:
+        heads, weights = attend_with_weights(query, k, v, seen, dropout=dropped, **cut_options)
+        if k.shape[2] != key.shape[2]:
+            weights = _among_all(weights, visible)
     for edit in getattr(module, EDITS, ()):
         heads = edit(heads)
-    weights = look(query, key, visible, lse=lse, **options).weights().to(query.dtype) if asked else None
-    return heads.transpose(1, 2).contiguous(), weights
+    return heads.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
 def _asked(output_attentions: bool | None) -> bool:
@@ -147,6 +152,13 @@ def _cut(k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None) -> tuple[T
     if bias is not None and bias.shape[-1] == K:
         bias = bias[..., keys]
     return k[:, :, keys], v[:, :, keys], Visible(Q, last - first, start, stop), bias
+
+
+def _among_all(weights: Tensor, visible: Visible) -> Tensor:
+    """The weights of the keys that `_cut` left, with zeros for the others."""
+    assert isinstance(visible.start, Ramp)
+    first = _at(visible.start, 0)
+    return torch.nn.functional.pad(weights, (first, visible.K - weights.shape[3] - first))
 
 
 def _at(ramp: Ramp, query: int) -> int:
