@@ -245,6 +245,16 @@ nb::object plain_layer(nb::handle x, nb::handle context, nb::handle children, nb
   return nb::cast(layer);
 }
 
+bool linear_of_tensors(nb::handle x, nb::handle weight, nb::handle bias, nb::handle y, int threads,
+                       const std::string& isa) {
+  Linear linear;
+  if (!read_linear(x, weight, bias, y, linear)) return false;
+  const Isa& chosen = choose(isa);
+  nb::gil_scoped_release release;
+  run_linear(linear, chosen, threads);
+  return true;
+}
+
 void run_plain_layer(const Layer& read, Address y, double scale, int threads, nb::handle start, nb::handle stop,
                      nb::handle allowed, Address sinks, double softcap) {
   Layer layer = read;
@@ -319,6 +329,11 @@ NB_MODULE(_native, module) {
           "B, H, Q, K")
       .def("run", run_plain_layer, nb::arg("y"), nb::arg("scale"), nb::arg("threads"), nb::arg("start").none(),
            nb::arg("stop").none(), nb::arg("allowed").none(), nb::arg("sinks"), nb::arg("softcap"));
+  module.def("held", held_by, nb::arg("module").none(),
+             "Weight and bias of a plain nn.Linear, or None: see native/README.md.");
+  module.def("linear", linear_of_tensors, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("y"),
+             nb::arg("threads"), nb::arg("isa") = "",
+             "y = x W^T + b; False where something is not plain: see native/README.md.");
   module.def("plain_layer", plain_layer, nb::arg("x").none(), nb::arg("context").none(), nb::arg("children"),
              nb::arg("widths"), "A Layer, or None where something is not plain: see native/README.md.");
 }

@@ -150,6 +150,10 @@ Linear heads_of(const Rows& x, const Projection& p, index heads, index width, fl
 
 }  // namespace
 
+void run_linear(const Linear& linear, const Isa& isa, int threads) {
+  run_all(*isa.f32, {products_of({linear}, *isa.f32, threads)}, threads);
+}
+
 void run_layer(Layer layer, const Isa& isa, int threads) {
   Plan& plan = layer.plan;
   const Sizes& s = plan.sizes;

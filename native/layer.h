@@ -22,7 +22,8 @@ struct Layer {
   float* y;
 };
 
-// Throws std::bad_alloc, and nothing else.
+// These throw std::bad_alloc, and nothing else.
 void run_layer(Layer layer, const Isa& isa, int threads);
+void run_linear(const Linear& linear, const Isa& isa, int threads);  // fp32, y in one head
 
 }  // namespace multihead

@@ -32,16 +32,22 @@ PyTypeObject* type(const char* module, const char* text) {
 
 struct Torch {
   PyTypeObject *linear = type("torch.nn", "Linear"), *tensor = type("torch", "Tensor"),
-               *parameter = type("torch.nn", "Parameter");
+               *parameter = type("torch.nn", "Parameter"),
+               *out_proj =
+                   type("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear");  // a Linear by another name
   const Exchange* exchange = nullptr;
   // Of a module: what must be empty, and what must not be there at all.
   PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                         name("_backward_pre_hooks")};
   PyObject* own[3] = {name("forward"), name("weight"), name("bias")};
   PyObject *parameters = name("_parameters"), *weight = name("weight"), *bias = name("bias");
+  PyObject* forward = name("forward");
+  PyObject* original = nullptr;  // nn.Linear's own, as it was first met
   PyObject* projections[4] = {name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj")};
 
   Torch() {
+    original = PyDict_GetItemWithError(linear->tp_dict, forward);
+    Py_XINCREF(original);
     const nb::object capsule =
         nb::getattr(nb::handle(reinterpret_cast<PyObject*>(tensor)), "__dlpack_c_exchange_api__", nb::none());
     if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
@@ -68,9 +74,11 @@ struct Torch {
     return (to.ndim == 2 || to.ndim == 3) && to.shape[to.ndim - 1] == width;
   }
 
-  // A module's dictionary in place of its attributes: looking those up could run code.
-  bool projection(PyObject* module, index inputs, Projection& to, index& outputs) const {
-    if (!module || Py_TYPE(module) != linear) return false;
+  // The weight and the bias, or null, of an nn.Linear that only multiplies and adds. Its dictionary in place of its
+  // attributes: looking those up could run code.
+  bool held(PyObject* module, PyObject*& matrix, PyObject*& added) const {
+    if (!module || (Py_TYPE(module) != linear && Py_TYPE(module) != out_proj)) return false;
+    if (PyDict_GetItemWithError(linear->tp_dict, forward) != original) return false;  // somebody patched the class
     const nb::object dictionary = nb::steal(PyObject_GenericGetDict(module, nullptr));
     if (!dictionary.is_valid()) throw nb::python_error();
     const auto entry = [](PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); };
@@ -80,29 +88,42 @@ struct Torch {
     }
     for (PyObject* key : own)
       if (entry(dictionary.ptr(), key)) return false;
-    PyObject* held = entry(dictionary.ptr(), parameters);
-    if (!held || !PyDict_Check(held)) return false;
-    const auto numbers = [&](PyObject* object, int axes, Tensor& into) {
-      const PyTypeObject* kind = object ? Py_TYPE(object) : nullptr;
-      return (kind == parameter || kind == tensor) && describe(object, into) && into.ndim == axes;
-    };
-    Tensor matrix, added;
-    if (!numbers(entry(held, weight), 2, matrix) || matrix.shape[1] != inputs) return false;
-    PyObject* shift = entry(held, bias);
-    const bool biased = shift && shift != Py_None;
-    if (biased && (!numbers(shift, 1, added) || added.shape[0] != matrix.shape[0])) return false;
-    to = {static_cast<const float*>(matrix.data), matrix.strides[0],
-          biased ? static_cast<const float*>(added.data) : nullptr};
-    outputs = matrix.shape[0];
+    PyObject* kept = entry(dictionary.ptr(), parameters);
+    if (!kept || !PyDict_Check(kept)) return false;
+    matrix = entry(kept, weight), added = entry(kept, bias);
+    if (added == Py_None) added = nullptr;
+    return matrix && matrix != Py_None;
+  }
+
+  bool numbers(PyObject* object, int axes, Tensor& into) const {
+    const PyTypeObject* kind = object ? Py_TYPE(object) : nullptr;
+    return (kind == parameter || kind == tensor) && describe(object, into) && into.ndim == axes;
+  }
+
+  // `added` may be null.
+  bool projection(PyObject* matrix, PyObject* added, index inputs, Projection& to, index& outputs) const {
+    Tensor weights, shift;
+    if (!numbers(matrix, 2, weights) || weights.shape[1] != inputs) return false;
+    if (added && (!numbers(added, 1, shift) || shift.shape[0] != weights.shape[0])) return false;
+    to = {static_cast<const float*>(weights.data), weights.strides[0],
+          added ? static_cast<const float*>(shift.data) : nullptr};
+    outputs = weights.shape[0];
     return true;
   }
 };
 
+// Known from the first call on; null where torch is too old.
+const Torch* known_torch() {
+  static const Torch torch;
+  return torch.exchange ? &torch : nullptr;
+}
+
 }  // namespace
 
 bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Widths& w, Layer& layer) {
-  static const Torch torch;
-  if (!torch.exchange || !PyDict_Check(children.ptr())) return false;
+  const Torch* known = known_torch();
+  if (!known || !PyDict_Check(children.ptr())) return false;
+  const Torch& torch = *known;
   Tensor from_x, from_context;
   if (!torch.rows(x, w.E, from_x)) return false;
   if (context.is_none()) {
@@ -122,15 +143,60 @@ bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Wid
   layer.context_batch = batched ? from_context.strides[0] : 0, layer.context_row = step(from_context, 0);
   layer.E = w.E, layer.C = w.C;
 
-  const auto child = [&](int i) { return PyDict_GetItemWithError(children.ptr(), torch.projections[i]); };
+  const auto child = [&](int i, index inputs, Projection& to, index& outputs) {
+    PyObject *matrix, *added;
+    return torch.held(PyDict_GetItemWithError(children.ptr(), torch.projections[i]), matrix, added) &&
+           torch.projection(matrix, added, inputs, to, outputs);
+  };
   index q, k, v, o;  // what the projections put out
-  if (!torch.projection(child(0), w.E, layer.q, q) || !torch.projection(child(1), w.C, layer.k, k) ||
-      !torch.projection(child(2), w.C, layer.v, v))
-    return false;
+  if (!child(0, w.E, layer.q, q) || !child(1, w.C, layer.k, k) || !child(2, w.C, layer.v, v)) return false;
   const index H = q / w.D, G = k / w.D;
   if (H < 1 || G < 1 || H * w.D != q || G * w.D != k || H % G || v != G * w.V) return false;
-  if (!torch.projection(child(3), H * w.V, layer.o, o) || o != w.E) return false;
+  if (!child(3, H * w.V, layer.o, o) || o != w.E) return false;
   layer.plan.sizes = {B, H, G, size(from_x, 0), size(from_context, 0), w.D, w.V};
+  return true;
+}
+
+nb::object held_by(nb::handle module) {
+  const Torch* torch = known_torch();
+  PyObject *matrix, *added;
+  if (!torch || !torch->held(module.ptr(), matrix, added)) return nb::none();
+  return nb::make_tuple(nb::handle(matrix), nb::handle(added ? added : Py_None));
+}
+
+bool read_linear(nb::handle x, nb::handle weight, nb::handle bias, nb::handle y, Linear& linear) {
+  const Torch* torch = known_torch();
+  if (!torch || Py_TYPE(x.ptr()) != torch->tensor || Py_TYPE(y.ptr()) != torch->tensor) return false;
+  Tensor from, to;
+  if (!torch->describe(x.ptr(), from) || !torch->describe(y.ptr(), to)) return false;
+  if ((from.ndim != 2 && from.ndim != 3) || to.ndim != from.ndim) return false;
+  const int last = from.ndim - 1;
+  Projection projection;
+  index outputs, expected = 1;
+  if (!torch->projection(weight.ptr(), bias.is_none() ? nullptr : bias.ptr(), from.shape[last], projection, outputs))
+    return false;
+  if (to.shape[last] != outputs || outputs < 1 || from.shape[last] < 1) return false;
+  for (int axis = last; axis >= 0; expected *= to.shape[axis--]) {
+    if (axis < last && (from.shape[axis] != to.shape[axis] || from.shape[axis] < 1)) return false;
+    if (to.strides[axis] != expected && to.shape[axis] > 1) return false;
+  }
+  const bool batched = last == 2;
+  const index N = from.shape[last - 1], rows = (batched ? from.shape[0] : 1) * N;
+  linear = {from.data,
+            batched ? from.strides[0] : 0,
+            from.strides[last - 1],
+            N,
+            rows,
+            projection.weight,
+            projection.row,
+            projection.bias,
+            from.shape[last],
+            outputs,
+            to.data,
+            N * outputs,
+            0,
+            outputs,
+            outputs};
   return true;
 }
 

@@ -1,4 +1,4 @@
-// A call of the layer, as torch's objects say it.
+// A call of the layer, or of one of its projections, as torch's objects say it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,5 +17,12 @@ struct Widths {
 // that do not fit; nothing to compute; a torch that does not let its tensors be read in C (before 2.10).
 bool read_layer(nanobind::handle x, nanobind::handle context, nanobind::handle children, const Widths& widths,
                 Layer& layer);
+
+// The weight and the bias, or None, of a module that is plain as above; None for any other.
+nanobind::object held_by(nanobind::handle module);
+
+// y = x W^T + b with x (..., inputs) of two or three axes and y contiguous; false where something is not plain.
+bool read_linear(nanobind::handle x, nanobind::handle weight, nanobind::handle bias, nanobind::handle y,
+                 Linear& linear);
 
 }  // namespace multihead

@@ -20,6 +20,7 @@ ORDER = [
     ["backends", "backends.reference", "backends.sdpa", "backends.native"],
     ["backends.region", "backends.blocked", "backends.native_statistics", "backends.statistics"],
     ["attend"],
+    ["project"],
     ["whole"],
     ["terminal", "plots"],
     ["lens"],

@@ -1,8 +1,8 @@
 """The layer: multi-head attention with its projections, from the sizes to the seventh step.
 
 `forward` is the seven steps in order. `q_proj`, `k_proj`, `v_proj` and `o_proj` are real `nn.Linear` children and are
-called, so hooks, adapters, quantised replacements and parametrizations work; the number of heads at run time comes from
-what they put out, so a layer sharded by heads works as it is.
+called, but where nobody would notice (see `project`), so hooks, adapters, quantised replacements and parametrizations
+work; the number of heads at run time comes from what they put out, so a layer sharded by heads works as it is.
 """
 
 from typing import Any, overload
@@ -19,6 +19,7 @@ from multihead.intervals import Frame, Visible
 from multihead.lens import Lens, look
 from multihead.masks import Mask, Window, as_mask, lower
 from multihead.positions import RoPE
+from multihead.project import project
 from multihead.sizes import Sizes, check_floating, check_numbers
 
 INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
@@ -200,11 +201,13 @@ class MultiHeadAttention(nn.Module):
         bias: Tensor | None,
         backend: str | None,
     ) -> Tensor:
-        q_heads, k_heads, v_heads, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths)
+        q_heads, k_heads, v_heads, visible = self._meet(
+            x, context, mask, positions, context_positions, cache, lengths, backend
+        )
         heads = self._tap("heads", self._score_and_mix(q_heads, k_heads, v_heads, visible, bias, backend))  # steps 3, 4
         transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
         merged = self._tap("merged", steps.concatenate(transposed))  # step 6: (B, N, H·V)
-        output = self._tap("output", self.o_proj(merged))  # step 7: (B, N, E)
+        output = self._tap("output", project(self.o_proj, merged, backend))  # step 7: (B, N, E)
         return output if x.dim() == 3 else output[0]
 
     def look(
@@ -226,7 +229,7 @@ class MultiHeadAttention(nn.Module):
         if self._inside == "change":
             raise ValueError("scores, masked or weights are patched: a lens knows only what q and k make of them")
         cache = cache.fork() if isinstance(cache, Cache) else cache
-        q, k, _, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths)
+        q, k, _, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths, None)
         return look(q, k, visible, scale=self.scale, softcap=self.softcap, sinks=self.sinks, bias=bias)
 
     def _meet(
@@ -238,6 +241,7 @@ class MultiHeadAttention(nn.Module):
         context_positions: Tensor | None,
         cache: Cache | ContextCache | None,
         lengths: Tensor | list[int] | None,
+        backend: str | None,
     ) -> tuple[Tensor, Tensor, Tensor, Visible]:
         """Steps 1 and 2, where queries, keys and values are ready to meet, and who may see whom."""
         check_call(x, context, cache, context_positions, self.sizes, self.q_proj)
@@ -245,7 +249,7 @@ class MultiHeadAttention(nn.Module):
             x = x[None]
             context = None if context is None else context[None] if context.dim() == 2 else context
         real = check_lengths(lengths, x, context, cache)
-        q = self._tap("q", self.q_proj(x).unflatten(-1, (-1, self.sizes.D)))  # step 1: (B, N, H, D)
+        q = self._tap("q", project(self.q_proj, x, backend).unflatten(-1, (-1, self.sizes.D)))  # step 1: (B, N, H, D)
         positions = self._positions("positions", positions, x, cache.length if isinstance(cache, Cache) else 0)
         q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
 
@@ -254,7 +258,7 @@ class MultiHeadAttention(nn.Module):
             cache.check(x.shape[0], self.sizes)
             frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
         else:
-            k_heads, v_heads = self._keys_and_values(x, context, positions, context_positions)
+            k_heads, v_heads = self._keys_and_values(x, context, positions, context_positions, backend)
             if cache is not None:
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
                 k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
@@ -267,7 +271,12 @@ class MultiHeadAttention(nn.Module):
         return q_heads, k_heads, v_heads, lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
 
     def _keys_and_values(
-        self, x: Tensor, context: Tensor | None, positions: Tensor | None, context_positions: Tensor | None
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        positions: Tensor | None,
+        context_positions: Tensor | None,
+        backend: str | None,
     ) -> tuple[Tensor, Tensor]:
         """Steps 1 and 2 for k and v."""
         if context is None:
@@ -279,8 +288,8 @@ class MultiHeadAttention(nn.Module):
                     f"context has shape {tuple(context.shape)}: expected (B,K,C) with B={x.shape[0]}, as x"
                 )
             source, where = context, self._positions("context_positions", context_positions, context, 0)
-        k = self._tap("k", self.k_proj(source).unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
-        v = self._tap("v", self.v_proj(source).unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
+        k = self._tap("k", project(self.k_proj, source, backend).unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
+        v = self._tap("v", project(self.v_proj, source, backend).unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
         return self._turn(k, self.k_norm, where), steps.split(v)  # (B, G, K, D), (B, G, K, V)
 
     def _turn(self, t: Tensor, norm: nn.RMSNorm | None, positions: Tensor | None) -> Tensor:
@@ -351,8 +360,8 @@ class MultiHeadAttention(nn.Module):
             check_input("context", context, self.sizes.C, self.k_proj)
             context = context[None] if context.dim() == 2 else context
             where = self._positions("context_positions", context_positions, context, 0)
-            k = self.k_proj(context).unflatten(-1, (-1, self.sizes.D))
-            v = self.v_proj(context).unflatten(-1, (-1, self.sizes.V))
+            k = project(self.k_proj, context).unflatten(-1, (-1, self.sizes.D))
+            v = project(self.v_proj, context).unflatten(-1, (-1, self.sizes.V))
             return ContextCache(self._turn(k, self.k_norm, where), steps.split(v), self.sizes)
         if dtype is not None:
             check_floating("dtype=", dtype)

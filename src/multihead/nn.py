@@ -17,6 +17,7 @@ from multihead.attend import attend
 from multihead.intervals import Frame, Visible, inside_torch_func, readable
 from multihead.lens import attend_with_weights, look
 from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
+from multihead.project import linear, project
 from multihead.sizes import describe
 
 AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
@@ -89,7 +90,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         transposed = steps.transpose_back(heads)  # step 5: (N, L, H, D)
         merged = steps.concatenate(transposed.transpose(0, axis))  # step 6, in the layout of `query`
-        output = self.out_proj(merged if batched else merged[0])  # step 7
+        output = project(self.out_proj, merged if batched else merged[0])  # step 7
         if not need_weights:
             return output, None
         if weights is None:
@@ -103,10 +104,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Step 1: in one product where query, key and value are one tensor, as in self-attention."""
         packed, bias = self.in_proj_weight, self.in_proj_bias
         if packed is not None and query is key and key is value:
-            return F.linear(query, packed, bias).chunk(3, dim=-1)
+            return linear(query, packed, bias).chunk(3, dim=-1)
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+        return tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
 
     def _extend(self, k: Tensor, v: Tensor, position_axis: int) -> tuple[Tensor, Tensor, int]:
         """The keys and values that every query sees: learned ones (`add_bias_kv`) and zeros (`add_zero_attn`)."""

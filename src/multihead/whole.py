@@ -1,36 +1,24 @@
-"""The whole layer in one native call on the CPU, where nobody would notice.
-
-The kernel reads the four matrices as `nn.Linear` holds them, so nothing is packed, copied or stale. With few tokens the
-time goes into reading them once; with many, the kernel's own products are faster than torch's where Intel did not make
-the CPU, because those that torch calls are tuned for Intel's own. Whatever could see the difference (a gradient, a
-hook, an adapter, a tracer) sends the call through the seven steps one by one, and so does whatever is wrong with it, so
-that the error is found there.
-"""
+"""The whole layer in one native call on the CPU, where nobody would notice: see `project`."""
 
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as hooks
 
-from multihead import native
-from multihead.attend import named
-from multihead.backends.native import OWN, bound_of, dense_of, watched
-from multihead.intervals import inside_torch_func
+from multihead import native, project
+from multihead.backends.native import OWN, bound_of, dense_of
 from multihead.masks import Mask, see
+from multihead.project import noticed
 
 if TYPE_CHECKING:
     from multihead.layer import MultiHeadAttention
-
-ROWS = 16  # up to so many tokens the kernel is faster on every CPU
-MANY = native.module is not None and not native.module.cpu_is_intel()  # whether it is with more, too
 
 
 def reach() -> str:
     """How far one native call goes here, in words."""
     if not hasattr(Tensor, "__dlpack_c_exchange_api__"):  # what `plain_layer` reads tensors by
         return f"step by step: one native call needs torch 2.10 or newer, and this is {torch.__version__}"
-    return f"one native call, in inference, for {'any number of' if MANY else f'up to {ROWS}'} tokens"
+    return f"one native call, in inference, for {'any number of' if project.MANY else f'up to {project.ROWS}'} tokens"
 
 
 def layer(
@@ -41,7 +29,7 @@ def layer(
     The kernel leaves nothing of the caches to Python, so each line here costs several times what it does in a loop by
     itself: tensors and projections are read in C++.
     """
-    if _noticed(of, backend):
+    if _stands_between(of) or noticed(backend):
         return None
     assert native.module is not None
     s = of.sizes
@@ -49,7 +37,7 @@ def layer(
     if call is None:
         return None
     B, H, Q, K = call.sizes  # at run time: a layer may be sharded by heads
-    if not MANY and B * max(Q, K) > ROWS:
+    if not project.MANY and B * max(Q, K) > project.ROWS:
         return None
     sinks = of.sinks
     if sinks is not None and not (_plain(sinks) and sinks.shape == (H,)):
@@ -75,15 +63,11 @@ def layer(
     return y
 
 
-def _noticed(of: "MultiHeadAttention", backend: str | None) -> bool:
-    """Whether something stands between the steps, or watches them."""
-    if native.module is None or torch.compiler.is_compiling() or named(backend) not in (None, "native"):
+def _stands_between(of: "MultiHeadAttention") -> bool:
+    """Whether something is done between the steps."""
+    if of._taps or of.rope is not None or of._modules.get("q_norm") is not None:
         return True
-    if of._taps or of.rope is not None or of._modules.get("q_norm") is not None or (of.training and of.dropout):
-        return True
-    if hooks._has_any_global_hook() or watched() or torch._C._len_torch_function_stack():
-        return True
-    return inside_torch_func() or torch.is_autocast_enabled("cpu")
+    return bool(of.training and of.dropout)
 
 
 def _plain(t: Tensor) -> bool:
