@@ -97,7 +97,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   const double work = double(s.B) * s.H * s.Q * s.K * (s.D + s.V);
   if (work < worth_waking) threads = 1;
 
-  const bool whole = plan.statistics.wanted();  // they are kept per row, and not merged
+  const bool whole = plan.statistics.wanted() || plan.weights.data;  // kept per row, and not merged
   // Without values this is a pass over scores, which later passes must find again to the last bit: no other order then.
   const bool few = !whole && s.V > 0 && rows <= kernels.few;
   const index most = kernels.block_rows(s), lanes = kernels.lanes;

@@ -112,12 +112,21 @@ Plan plan_of(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb:
   return plan;
 }
 
+// Where weights go: (address, strides of B, H, Q)
+View rows_at(nb::handle weights) {
+  const Integers<4> at(weights, "weights");
+  return {reinterpret_cast<void*>(at[0]), at[1], at[2], at[3]};
+}
+
+// The scores of so many keys are kept until a row ends, where its weights are wanted beside the output.
+constexpr index most_weighed_keys = 1024;
+
 void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb::handle k_shape,
                 nb::handle k_strides, Address v, nb::handle v_shape, nb::handle v_strides, Address out,
                 nb::handle out_strides, const std::string& dtype, double scale, int threads, Address lse,
                 nb::handle start, nb::handle stop, nb::handle allowed, nb::handle bias, Address sinks, double softcap,
                 double dropout, std::uint64_t seed, Address state, Address entropy, nb::handle top, Address mass,
-                Address given, const std::string& isa) {
+                Address given, nb::handle weights, const std::string& isa) {
   Plan plan = plan_of(q, q_shape, q_strides, k, k_shape, k_strides, v, v_shape, v_strides, out, out_strides, dtype,
                       scale, start, stop, allowed, bias, softcap, dropout, seed);
   plan.lse = reinterpret_cast<void*>(lse);
@@ -134,6 +143,11 @@ void attend_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, 
     plan.statistics.weights = reinterpret_cast<void*>(wanted[0]);
     plan.statistics.keys = reinterpret_cast<std::int64_t*>(wanted[1]);
     plan.statistics.count = wanted[2];
+  }
+  if (!weights.is_none()) {
+    if (plan.sizes.K > most_weighed_keys || given)
+      refuse("weights beside out: at most " + std::to_string(most_weighed_keys) + " keys, and no given state");
+    plan.weights = rows_at(weights);
   }
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
@@ -175,8 +189,7 @@ void look_raw(Address q, nb::handle q_shape, nb::handle q_strides, Address k, nb
                          stop, allowed, bias, softcap, 0, 0);
   looking.plan.given = reinterpret_cast<const void*>(given);
   if (!weights.is_none()) {
-    const Integers<4> at(weights, "weights");  // (address, strides of B, H, Q)
-    looking.weights = {reinterpret_cast<void*>(at[0]), at[1], at[2], at[3]};
+    looking.weights = rows_at(weights);
   }
   looking.received = reinterpret_cast<void*>(received);
   if (!map.is_none()) {
@@ -291,6 +304,7 @@ NB_MODULE(_native, module) {
   module.def(
       "instruction_set", [](const std::string& name) { return std::string(choose(name).name); }, nb::arg("name") = "",
       "The build that runs: the one named, or MULTIHEAD_ISA's, or the best.");
+  module.attr("most_weighed_keys") = most_weighed_keys;
   module.def("attend", attend_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
              nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
              nb::arg("out"), nb::arg("out_strides"), nb::arg("dtype"), nb::arg("scale"), nb::arg("threads"),
@@ -298,7 +312,8 @@ NB_MODULE(_native, module) {
              nb::arg("allowed") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("sinks") = 0,
              nb::arg("softcap") = 0.0, nb::arg("dropout") = 0.0, nb::arg("seed") = 0, nb::arg("state") = 0,
              nb::arg("entropy") = 0, nb::arg("top") = nb::none(), nb::arg("mass") = 0, nb::arg("given") = 0,
-             nb::arg("isa") = "", "Attention over raw addresses: see native/README.md.");
+             nb::arg("weights") = nb::none(), nb::arg("isa") = "",
+             "Attention over raw addresses: see native/README.md.");
   module.def("backward", backward_raw, nb::arg("q"), nb::arg("q_shape"), nb::arg("q_strides"), nb::arg("k"),
              nb::arg("k_shape"), nb::arg("k_strides"), nb::arg("v"), nb::arg("v_shape"), nb::arg("v_strides"),
              nb::arg("d_out"), nb::arg("d_out_strides"), nb::arg("d_q"), nb::arg("d_q_strides"), nb::arg("d_k"),
@@ -329,6 +344,7 @@ NB_MODULE(_native, module) {
           "B, H, Q, K")
       .def("run", run_plain_layer, nb::arg("y"), nb::arg("scale"), nb::arg("threads"), nb::arg("start").none(),
            nb::arg("stop").none(), nb::arg("allowed").none(), nb::arg("sinks"), nb::arg("softcap"));
+  module.def("meet_torch", meet_torch, "To be called once before the functions below.");
   module.def("held", held_by, nb::arg("module").none(),
              "Weight and bias of a plain nn.Linear, or None: see native/README.md.");
   module.def("linear", linear_of_tensors, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("y"),

@@ -99,8 +99,9 @@ class Forward {
     const index strips = block_rows(s) / Lanes;
     const index numbers =
         strips * Lanes * (s.D + s.V + 3) + tile_keys * (3 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
+    const index kept = plan.weights.data ? strips * (Lanes * s.K * static_cast<index>(sizeof(T)) + 64) : 0;
     const index watching = plan.statistics.wanted() ? strips * (Observer<A>::bytes(plan.statistics) + 128) : 0;
-    return watching + numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
+    return kept + watching + numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
            strips * static_cast<index>(sizeof(Strip<A>));
   }
 
@@ -140,6 +141,7 @@ class Forward {
       strip.mixed = arena.take<T>(s.V * strip.nr * W);
       strip.top = arena.take<T>(Lanes);
       strip.total = arena.take<T>(Lanes);
+      strip.kept = plan.weights.data ? arena.take<T>(s.K * strip.nr * W) : nullptr;
     }
     unit = score_unit<T>(plan);
     if (!plan.statistics.wanted()) return;
@@ -222,7 +224,11 @@ class Forward {
   void mix(Strip<A>& strip, index key, index keys, const T* k, const T* v) {
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
-    if (dense == Seen::none) return;
+    T* kept = strip.kept ? strip.kept + (key - strip.first) * NR * W : nullptr;
+    if (dense == Seen::none) {
+      for (index i = 0; kept && i < keys * NR * W; ++i) kept[i] = -__builtin_inff();
+      return;
+    }
     const index sure = plan.plain() && key >= strip.common ? within(strip.uncommon - key, keys) : 0;  // every lane sees
     F top[NR], unsure[NR];
     for (int c = 0; c < NR; ++c) top[c] = A::all(-__builtin_inff());
@@ -242,6 +248,7 @@ class Forward {
         observer->template add_given<NR>(strip, key, keys, scores, unit, hidden ? visible : nullptr);
       return;
     }
+    if (kept) std::memcpy(kept, scores, sizeof(T) * static_cast<std::size_t>(keys * NR * W));
     F decay[NR];
     if (plan.statistics.entropy)
       weigh<NR, true>(strip, observer, key, keys, top, decay);
@@ -334,6 +341,41 @@ class Forward {
     strip.write(strip.mixed, plan.sizes.V, plan.type, factor, rowwise, [&](int lane) -> void* {
       return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);
     });
+    if (!strip.kept || !strip.begun) return;
+    if (strip.nr == A::NR)
+      write_weights<A::NR>(strip);
+    else if (strip.nr == 1)
+      write_weights<1>(strip);
+    else
+      write_weights<(A::NR > 2 ? 2 : 1)>(strip);
+  }
+
+  // The weights of the scores that were kept, now that the rows' sums are known: `factor` is what they end with.
+  template <int NR>
+  void write_weights(const Strip<A>& strip) {
+    const PowersOfTwo<A> weight_of(unit);
+    const F none = A::all(-__builtin_inff());
+    F from[NR], by[NR];
+    for (int c = 0; c < NR; ++c) {
+      const F top = A::load(strip.top + c * W);
+      from[c] = A::select(top == none, F{}, top);
+      by[c] = A::load(factor + c * W);
+    }
+    for (int lane = 0; lane < NR * W; ++lane) factor[lane] = 1;
+    for (index key = strip.first; key < strip.last; key += tile_keys) {
+      const index keys = strip.last - key < tile_keys ? strip.last - key : tile_keys;
+      const T* kept = strip.kept + (key - strip.first) * NR * W;
+      for (index i = 0; i < keys; ++i)
+#pragma GCC unroll 4
+        for (int c = 0; c < NR; ++c) {
+          const F score = A::load(kept + (i * NR + c) * W);
+          A::store(scores + (i * NR + c) * W, A::select(score == none, F{}, weight_of(score - from[c]) * by[c]));
+        }
+      const Type own = sizeof(T) == 8 ? Type::f64 : Type::f32;
+      strip.write(scores, keys, own, factor, rowwise, [&](int lane) -> void* {
+        return reinterpret_cast<T*>(row_of(plan.weights, own, task.b, strip.head[lane], strip.query[lane])) + key;
+      });
+    }
   }
 
   // Leaves the sums of these keys for `merge`: per row V numbers, then top and total.

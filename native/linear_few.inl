@@ -16,7 +16,8 @@ constexpr int outputs_together = R == 4 && A::W < 16 ? 3
                                  : A::W / R > 1      ? A::W / R
                                                      : 2;
 
-// A few rows of x side by side in scratch, padded with zeros to whole vectors, with room to read three more.
+// A few rows of x side by side in scratch, padded with zeros to whole vectors; behind three of them a row of zeros, for
+// they are read as four.
 template <class T>
 struct LaidRows {
   T* data;
@@ -32,7 +33,7 @@ struct LaidRows {
   }
 
   static index bytes(const Linear& linear) {
-    return (linear.rows + 3) * step_of(linear.inputs) * static_cast<index>(sizeof(T));
+    return (linear.rows + 1) * step_of(linear.inputs) * static_cast<index>(sizeof(T));
   }
 
   void fill(const Linear& linear) {
@@ -43,6 +44,7 @@ struct LaidRows {
       std::memcpy(data + i * step, from, sizeof(T) * used);
       std::memset(data + i * step + used, 0, sizeof(T) * (padded - used));
     }
+    if (linear.rows % 4 == 3) std::memset(data + linear.rows * step, 0, sizeof(T) * padded);
   }
 };
 

@@ -74,6 +74,7 @@ struct Plan {
   double scale = 1, softcap = 0, dropout = 0;
   std::uint64_t seed = 0;
   Statistics statistics;
+  View weights;  // (B,H,Q,K), double for f64, else float: what may be seen is written, before dropout; or null
 
   // Whether scores can be left as they are, with the scale in the unit of the powers of two.
   bool plain() const { return !allowed.data && !bias.data && softcap == 0 && scale > 1e-30 && scale < 1e30; }

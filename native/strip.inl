@@ -26,6 +26,7 @@ struct Strip {
   T* mixed;  // (V, lanes): sum of weight times value, not yet normalised
   T* top;    // (lanes): the largest score, whose weight is 1 until the row ends; -inf while nothing is seen
   T* total;  // (lanes): sum of the weights
+  T* kept;   // (keys, lanes): the scores from key `first` on, where weights are wanted; or null
 
   // Which query and head each lane is, and which of the task's keys it sees.
   void bound(const Plan& plan, const Task& task) {

@@ -31,18 +31,17 @@ PyTypeObject* type(const char* module, const char* text) {
 }
 
 struct Torch {
-  PyTypeObject *linear = type("torch.nn", "Linear"), *tensor = type("torch", "Tensor"),
-               *parameter = type("torch.nn", "Parameter"),
-               *out_proj =
-                   type("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear");  // a Linear by another name
+  PyTypeObject *tensor = type("torch", "Tensor"), *parameter = type("torch.nn", "Parameter");
+  PyTypeObject* linear = type("torch.nn", "Linear");
+  PyTypeObject* out_proj = type("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear");  // it only says so
   const Exchange* exchange = nullptr;
   // Of a module: what must be empty, and what must not be there at all.
   PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                         name("_backward_pre_hooks")};
-  PyObject* own[3] = {name("forward"), name("weight"), name("bias")};
-  PyObject *parameters = name("_parameters"), *weight = name("weight"), *bias = name("bias");
-  PyObject* forward = name("forward");
-  PyObject* original = nullptr;  // nn.Linear's own, as it was first met
+  PyObject *forward = name("forward"), *weight = name("weight"), *bias = name("bias");
+  PyObject* own[3] = {forward, weight, bias};
+  PyObject* parameters = name("_parameters");
+  PyObject* original = nullptr;  // nn.Linear's forward, as it was when torch was met
   PyObject* projections[4] = {name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj")};
 
   Torch() {
@@ -112,18 +111,19 @@ struct Torch {
   }
 };
 
-// Known from the first call on; null where torch is too old.
-const Torch* known_torch() {
-  static const Torch torch;
-  return torch.exchange ? &torch : nullptr;
-}
+const Torch* met = nullptr;
 
 }  // namespace
 
+void meet_torch() {
+  if (met) return;
+  const Torch* torch = new Torch;
+  if (torch->exchange) met = torch;
+}
+
 bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Widths& w, Layer& layer) {
-  const Torch* known = known_torch();
-  if (!known || !PyDict_Check(children.ptr())) return false;
-  const Torch& torch = *known;
+  if (!met || !PyDict_Check(children.ptr())) return false;
+  const Torch& torch = *met;
   Tensor from_x, from_context;
   if (!torch.rows(x, w.E, from_x)) return false;
   if (context.is_none()) {
@@ -133,14 +133,12 @@ bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Wid
     return false;
   }
   const bool batched = from_x.ndim == 3;
-  const auto size = [&](const Tensor& t, int axis) { return t.shape[t.ndim - 2 + axis]; };
-  const auto step = [&](const Tensor& t, int axis) { return t.strides[t.ndim - 2 + axis]; };
-  const index B = batched ? from_x.shape[0] : 1;
-  if ((batched && from_context.shape[0] != B) || B < 1 || size(from_x, 0) < 1 || size(from_context, 0) < 1)
-    return false;
+  const int row = from_x.ndim - 2;  // the axis of positions
+  const index B = batched ? from_x.shape[0] : 1, Q = from_x.shape[row], K = from_context.shape[row];
+  if ((batched && from_context.shape[0] != B) || B < 1 || Q < 1 || K < 1) return false;
   layer.x = static_cast<const float*>(from_x.data), layer.context = static_cast<const float*>(from_context.data);
-  layer.x_batch = batched ? from_x.strides[0] : 0, layer.x_row = step(from_x, 0);
-  layer.context_batch = batched ? from_context.strides[0] : 0, layer.context_row = step(from_context, 0);
+  layer.x_batch = batched ? from_x.strides[0] : 0, layer.x_row = from_x.strides[row];
+  layer.context_batch = batched ? from_context.strides[0] : 0, layer.context_row = from_context.strides[row];
   layer.E = w.E, layer.C = w.C;
 
   const auto child = [&](int i, index inputs, Projection& to, index& outputs) {
@@ -153,27 +151,25 @@ bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Wid
   const index H = q / w.D, G = k / w.D;
   if (H < 1 || G < 1 || H * w.D != q || G * w.D != k || H % G || v != G * w.V) return false;
   if (!child(3, H * w.V, layer.o, o) || o != w.E) return false;
-  layer.plan.sizes = {B, H, G, size(from_x, 0), size(from_context, 0), w.D, w.V};
+  layer.plan.sizes = {B, H, G, Q, K, w.D, w.V};
   return true;
 }
 
 nb::object held_by(nb::handle module) {
-  const Torch* torch = known_torch();
   PyObject *matrix, *added;
-  if (!torch || !torch->held(module.ptr(), matrix, added)) return nb::none();
+  if (!met || !met->held(module.ptr(), matrix, added)) return nb::none();
   return nb::make_tuple(nb::handle(matrix), nb::handle(added ? added : Py_None));
 }
 
 bool read_linear(nb::handle x, nb::handle weight, nb::handle bias, nb::handle y, Linear& linear) {
-  const Torch* torch = known_torch();
-  if (!torch || Py_TYPE(x.ptr()) != torch->tensor || Py_TYPE(y.ptr()) != torch->tensor) return false;
+  if (!met || Py_TYPE(x.ptr()) != met->tensor || Py_TYPE(y.ptr()) != met->tensor) return false;
   Tensor from, to;
-  if (!torch->describe(x.ptr(), from) || !torch->describe(y.ptr(), to)) return false;
+  if (!met->describe(x.ptr(), from) || !met->describe(y.ptr(), to)) return false;
   if ((from.ndim != 2 && from.ndim != 3) || to.ndim != from.ndim) return false;
   const int last = from.ndim - 1;
   Projection projection;
   index outputs, expected = 1;
-  if (!torch->projection(weight.ptr(), bias.is_none() ? nullptr : bias.ptr(), from.shape[last], projection, outputs))
+  if (!met->projection(weight.ptr(), bias.is_none() ? nullptr : bias.ptr(), from.shape[last], projection, outputs))
     return false;
   if (to.shape[last] != outputs || outputs < 1 || from.shape[last] < 1) return false;
   for (int axis = last; axis >= 0; expected *= to.shape[axis--]) {

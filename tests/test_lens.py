@@ -126,33 +126,56 @@ def test_every_method_equals_the_same_from_dense_float64_weights(case: Case, way
 class TestAttendWithWeights:
     """What models are given that ask for all weights beside the output."""
 
-    @pytest.mark.parametrize("left", [True, False], ids=["the kernel's state", "the log-sum-exp"])
+    @pytest.fixture(params=["in one pass", "from the kernel's state", "from the log-sum-exp"])
+    def found(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        if request.param == "from the log-sum-exp":
+            monkeypatch.setattr(lens_module, "attend_and_weigh", lambda call: None)
+        elif native.module is None:
+            pytest.skip(f"the native module is {native.missing}")
+        elif request.param == "from the kernel's state":
+            monkeypatch.setattr(native.module, "most_weighed_keys", 0)
+        return request.param
+
     @pytest.mark.parametrize("case", CASES, **by_why)
-    def test_both_are_within_the_bound(self, case: Case, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not left:
-            monkeypatch.setattr(lens_module, "attend_leaving_state", lambda call: None)
+    def test_both_are_within_the_bound(self, case: Case, found: str) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             given = {**case.tensors(dtype), **case.options, "mask": case.mask}
             out, weights = lens_module.attend_with_weights(**given)
             assert torch.equal(out, mh.attend(**given))  # asking changes nothing
             assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            exact, plain = dense_weights(case, dtype, None if left else case.run(dtype, None, return_lse=True)[1])
+            lse = case.run(dtype, None, return_lse=True)[1] if found == "from the log-sum-exp" else None
+            exact, plain = dense_weights(case, dtype, lse)
             worst = max(plain, key=lambda w: max_error(w, exact.numpy()))
             assert_within_bound(weights, worst, exact.numpy(), dtype)
 
     @pytest.mark.skipif(native.module is None, reason=f"the native module is {native.missing}")
     def test_whoever_computes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert native.module is not None
         q, k, v = torch.randn(3, 2, 4, 40, 16)
         q[0, 0, 3], k[1, 2, 7] = torch.nan, torch.inf
         given = {"mask": mh.Causal(window=9), "sinks": torch.randn(4), "bias": torch.randn(4, 40, 40)}
         given["bias"][1, 5] = -torch.inf  # a query that sees only its sink
         out, weights = lens_module.attend_with_weights(q, k, v, **given)
-        monkeypatch.setattr(lens_module, "attend_leaving_state", lambda call: None)
-        other_out, others = lens_module.attend_with_weights(q, k, v, **given)
-        torch.testing.assert_close(out, other_out, equal_nan=True)
-        torch.testing.assert_close(weights, others, equal_nan=True)
+        for name, value in (("most_weighed_keys", 0), ("attend_and_weigh", lambda call: None)):
+            monkeypatch.setattr(native.module if value == 0 else lens_module, name, value)
+            other_out, others = lens_module.attend_with_weights(q, k, v, **given)
+            torch.testing.assert_close(out, other_out, equal_nan=True)
+            torch.testing.assert_close(weights, others, equal_nan=True)
         assert weights[0, 0, 3].isnan().any()
         assert not weights[0, 1, 5].any()
+
+    def test_long_rows(self) -> None:
+        q, k, v = torch.randn(1, 2, 20, 8), *torch.randn(2, 1, 1, 1030, 8)
+        for keys in (1024, 1025, 1030):
+            weights = lens_module.attend_with_weights(q, k[:, :, :keys], v[:, :, :keys], mask=mh.Causal())[1]
+            torch.testing.assert_close(weights, mh.look(q, k[:, :, :keys], mask=mh.Causal()).weights())
+
+    def test_a_dense_mask_may_hide_a_whole_tile(self) -> None:
+        q, k, v = torch.randn(3, 1, 2, 300, 8)
+        mask = torch.ones(300, 300, dtype=torch.bool)
+        mask[:, 128:256], mask[7] = False, False
+        weights = lens_module.attend_with_weights(q, k, v, mask=mask)[1]
+        torch.testing.assert_close(weights, mh.look(q, k, mask=mask).weights())
 
     def test_dropout_is_drawn_as_without_weights(self) -> None:
         q, k, v = torch.randn(3, 1, 2, 40, 16)

@@ -13,7 +13,8 @@ from threading import local
 import torch
 from torch import Tensor
 
-from multihead.backends import Backend, Call, under_autocast, without_autocast
+from multihead import native
+from multihead.backends import Backend, Call, native_statistics, under_autocast, without_autocast
 from multihead.backends.native import Native, run, straight, unwatched
 from multihead.backends.reference import Reference
 from multihead.backends.sdpa import SDPA
@@ -114,20 +115,24 @@ def attend(
     return out, lse
 
 
-def attend_leaving_state(call: Call) -> tuple[Tensor, Tensor] | None:
-    """out, and what the native kernel knows of each row when it is done; None where another way is taken.
+def attend_and_weigh(call: Call) -> tuple[Tensor, Tensor] | None:
+    """out, and all weights before dropout, by the native kernel; None where another way is taken.
 
-    A few rows are left to that other way: the kernel for them sums scores in another order than all others do, so that
-    a weight found later would not be to the last digit the one that was used.
+    In one pass where the scores of all keys can be kept until a row ends, else from what the kernel then knows of it. A
+    few rows are left to the other way: the kernel for them sums scores in another order than all others do, so that
+    weights found beside it would not be to the last digit those that were used.
     """
     few = 16  # and more than there are on any CPU
-    if call.q.shape[1] // max(call.k.shape[1], 1) * call.q.shape[2] <= few or not unwatched(call):
+    (B, H, Q, _), (_, G, K, _) = call.q.shape, call.k.shape
+    if not G or few >= H // G * Q or not unwatched(call) or _choose(call, None).name != Native.name:
         return None
-    if _choose(call, None).name != Native.name:
-        return None
-    out, _, state = run(call, _seed(call), want_state=True)
-    assert state is not None
-    return out, state
+    assert native.module is not None
+    if native.module.most_weighed_keys < K:
+        out, _, state = run(call, _seed(call), want_state=True)
+        assert state is not None
+        return out, native_statistics.weigh(call, state)
+    weights = torch.zeros(B, H, Q, K, dtype=torch.promote_types(call.q.dtype, torch.float32))
+    return run(call, _seed(call), weights=weights)[0], weights
 
 
 def _seed(call: Call) -> Tensor | None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multihead import plots, steps, terminal
-from multihead.attend import attend, attend_leaving_state, prepare
-from multihead.backends import Call, native_statistics, statistics, without_autocast
+from multihead.attend import attend, attend_and_weigh, prepare
+from multihead.backends import Call, statistics, without_autocast
 from multihead.backends.region import SIDE, At, Region, Scan
 from multihead.intervals import Visible
 from multihead.masks import Mask
@@ -76,13 +76,13 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """What `attend` gives, and all weights before dropout, (B,H,Q,K), float32 or wider; neither has a gradient.
 
-    Asking for weights never changes which kernel runs. Where it is the native one, its own numbers lead to them.
+    Asking for weights never changes which kernel runs. Where it is the native one, it gives them itself.
     """
     call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, False)
     with without_autocast(call.q.device):
-        left = attend_leaving_state(call)
-        if left is not None:
-            return left[0], native_statistics.weigh(call, left[1])
+        both = attend_and_weigh(call)
+    if both is not None:
+        return both
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
     heads, lse = attend(q, k, v, mask, dropout=dropout, return_lse=True, **options)
     return heads, look(q, k, mask, lse=lse, **options).weights()

@@ -19,6 +19,9 @@ from multihead.intervals import inside_torch_func
 ROWS = 16  # up to so many tokens the kernel is faster on every CPU
 MANY = native.module is not None and not native.module.cpu_is_intel()  # whether it is with more, too
 
+if native.module is not None:
+    native.module.meet_torch()
+
 
 def project(p: nn.Module, x: Tensor, backend: str | None = None) -> Tensor:
     """What the projection `p` makes of x (..., inputs): (..., outputs)."""

@@ -57,8 +57,10 @@ def unwatched(call: Call) -> bool:
     return not (call.needs_grad or torch.compiler.is_compiling() or type(call.q) not in OWN or watched())
 
 
-def run(call: Call, seed: Tensor | None, *, want_state: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """out, lse where the call wants it, and the state of every row: see native/README.md."""
+def run(
+    call: Call, seed: Tensor | None, *, want_state: bool = False, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, lse where the call wants it, and the state of every row (see native/README.md); `weights` as in `attend`."""
     return attend(
         call.q,
         call.k,
@@ -74,6 +76,7 @@ def run(call: Call, seed: Tensor | None, *, want_state: bool = False) -> tuple[T
         0 if seed is None else int(seed),
         want_lse=call.want_lse,
         want_state=want_state,
+        weights=weights,
     )
 
 
@@ -177,8 +180,9 @@ def attend(
     *,
     want_lse: bool = True,
     want_state: bool = False,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """out, lse, and what a backward pass needs to know."""
+    """out, lse, and what a backward pass needs to know. `weights`: zeros to be filled with them, (B,H,Q,K)."""
     q, k, v = lined_up(q), lined_up(k), lined_up(v)
     dtype, shape, k_shape, v_shape = q.dtype, q.shape, k.shape, v.shape
     (B, H, Q, _), K, V = shape, k_shape[2], v_shape[3]
@@ -215,6 +219,7 @@ def attend(
         dropout=dropout,
         seed=seed,
         state=0 if state is None else state.data_ptr(),
+        weights=None if weights is None else (weights.data_ptr(), *weights.stride()[:3]),
     )
     return out, lse, state
 
