@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from oracle import ISAS, Problem, error, from_the_end, one_by_one, random, round
 from test_kernel_forward import CASES, OPTIONS, Case, causal, noise
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
+
+from multihead import _native
 
 all_isas = pytest.mark.parametrize("isa", ISAS)
 SOME = [c for c in CASES if c.Q and c.K]
@@ -33,6 +36,10 @@ def look_at(problem: Problem, isa: str, threads: int = 2) -> dict[str, Tensor]:
     problem.given(state, isa, threads, **asked)
     problem.look(state, isa, threads, weights=(weights.data_ptr(), *weights.stride()[:3]))
     problem.look(state, isa, threads, received=received.data_ptr())
+    beside = torch.zeros_like(weights)
+    if _native.most_weighed_keys >= K:
+        problem.native(isa, threads, weights=(beside.data_ptr(), *beside.stride()[:3]))
+        assert torch.equal(beside.nan_to_num(7), weights.nan_to_num(7))  # to the last bit
     found = {"weights": weights, "received": received, "mass": mass, "entropy": entropy, "entropy, given": given}
     for size in SIZES:
         for largest in (False, True):
@@ -174,3 +181,18 @@ def test_refusals_are_in_words() -> None:
         problem.look(state, map=(state.data_ptr(), 0, 4, 0))
     with pytest.raises(ValueError, match="with a given state there are statistics only"):
         problem.native(given=state.data_ptr())
+
+
+@all_isas
+def test_weights_beside_the_output_change_nothing_and_are_limited(isa):
+    problem = random(1, 2, 1, 70, 1030, 8, 5)
+    weights = torch.zeros(1, 2, 70, 1030)
+    at = (weights.data_ptr(), *weights.stride()[:3])
+    with pytest.raises(ValueError, match="1024 keys"):
+        problem.native(isa, weights=at)
+    short = replace(problem, k=problem.k[:, :, :1024], v=problem.v[:, :, :1024])
+    for threads in (1, 2):
+        out, lse = short.native(isa, threads, weights=at)
+        assert all(torch.equal(a, b) for a, b in zip((out, lse), short.native(isa, threads), strict=True))
+    assert not weights[..., 1024:].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 70))
