@@ -1,50 +1,59 @@
-#include "dispatch.h"
+#include "core/dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
-#include <cstring>
+#include <sstream>
 #include <stdexcept>
 
-#include "features.h"
+#include "core/features.h"
 
 namespace multihead {
 namespace {
 
-bool has(std::initializer_list<const char*> names) {
-  for (const char* name : names) {
-    bool present = false;
-    for (const Feature* f = cpu_features(); f->name; ++f) present |= !std::strcmp(f->name, name) && f->present;
-    if (!present) return false;
-  }
+// `needed`: names with spaces between them.
+[[maybe_unused]] bool has(const std::vector<std::string>& features, const char* needed) {
+  std::istringstream names(needed);
+  for (std::string name; names >> name;)
+    if (std::find(features.begin(), features.end(), name) == features.end()) return false;
   return true;
 }
 
-const Isa& find(const std::string& name) {
+// `source` begins the message: who has named it.
+const Isa& find(const std::string& name, const std::string& source) {
   std::string names;
   for (const Isa* isa : available()) {
     if (name == isa->name) return *isa;
     names += (names.empty() ? "" : ", ") + std::string(isa->name);
   }
-  const bool known = name == "portable" || name == "avx2" || name == "avx512";
-  throw std::invalid_argument("instruction set '" + name + "' is " + (known ? "not available here" : "unknown") +
-                              ": this machine has " + names);
+  const bool known = name == "portable" || name == "avx2" || name == "avx512" || name == "avx512_bf16";
+  throw std::invalid_argument(source + "instruction set '" + name + "' is " +
+                              (known ? "not available here" : "unknown") + ": this machine has " + names);
 }
 
 }  // namespace
 
-std::vector<const Isa*> available() {
+std::vector<const Isa*> available_with([[maybe_unused]] const std::vector<std::string>& features) {
   std::vector<const Isa*> list{&isa_portable};
 #if defined(__x86_64__)
-  if (has({"avx2", "fma"})) list.push_back(&isa_avx2);
-  if (has({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})) list.push_back(&isa_avx512);
+  if (has(features, MULTIHEAD_AVX2_FEATURES)) list.push_back(&isa_avx2);
+  if (has(features, MULTIHEAD_AVX512_FEATURES)) list.push_back(&isa_avx512);
+  if (has(features, MULTIHEAD_AVX512_BF16_FEATURES)) list.push_back(&isa_avx512_bf16);
 #endif
   return list;
 }
 
+std::vector<const Isa*> available() {
+  std::vector<std::string> features;
+  for (const Feature* f = cpu_features(); f->name; ++f)
+    if (f->present) features.push_back(f->name);
+  return available_with(features);
+}
+
 const Isa& choose(const std::string& name) {
-  if (!name.empty()) return find(name);
+  if (!name.empty()) return find(name, "");
   static const Isa& own = []() -> const Isa& {
     const char* asked = std::getenv("MULTIHEAD_ISA");
-    return asked && *asked ? find(asked) : *available().back();
+    return asked && *asked ? find(asked, "MULTIHEAD_ISA=" + std::string(asked) + ": ") : *available().back();
   }();
   return own;
 }

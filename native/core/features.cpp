@@ -1,4 +1,4 @@
-#include "features.h"
+#include "core/features.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>

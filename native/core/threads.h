@@ -1,7 +1,7 @@
 // The one seam to threads: OpenMP, so that the workers are the ones torch already has.
 #pragma once
 
-#include "plan.h"
+#include "core/plan.h"
 
 namespace multihead {
 

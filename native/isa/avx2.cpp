@@ -1,5 +1,6 @@
-#include "avx2.h"
-#include "kernels.inl"
+#include "isa/avx2.h"
+
+#include "kernel/kernels.inl"
 
 namespace multihead {
 const Isa isa_avx2 = {"avx2", &kernels_of<Avx2>, &kernels_of<Avx2Double>};

@@ -1,6 +1,8 @@
-#include "avx512.h"
-#include "kernels.inl"
+#include "isa/avx512.h"
+
+#include "kernel/kernels.inl"
 
 namespace multihead {
-const Isa isa_avx512 = {"avx512", &kernels_of<Avx512>, &kernels_of<Avx512Double>};
-}
+const Kernels avx512_f32 = kernels_of<Avx512>, avx512_f64 = kernels_of<Avx512Double>;
+const Isa isa_avx512 = {"avx512", &avx512_f32, &avx512_f64};
+}  // namespace multihead

@@ -66,6 +66,23 @@ struct Lanes {
     for (int i = 0; i < W; ++i) found |= mask[i];
     return found != 0;
   }
+  // W half-precision numbers, widened.
+  static F from_bf16(const std::uint16_t* p) {
+    typedef std::uint16_t Halves __attribute__((vector_size(Width * 2)));
+    Halves x;
+    std::memcpy(&x, p, sizeof x);
+    return (F)(__builtin_convertvector(x, U) << 16);
+  }
+  // Shifted into place the exponent is 112 too small, for denormals too; inf and NaN need the full exponent.
+  static F from_f16(const std::uint16_t* p) {
+    typedef std::uint16_t Halves __attribute__((vector_size(Width * 2)));
+    Halves x;
+    std::memcpy(&x, p, sizeof x);
+    const U bits = __builtin_convertvector(x, U), magnitude = bits & 0x7fff;
+    const F finite = (F)(magnitude << 13) * all(T(0x1p112f));
+    const U special = (U)(magnitude >= 0x7c00) & 0x7f800000u;
+    return (F)((U)finite | special | ((bits & 0x8000) << 16));
+  }
   static T sum(F x) {  // pairwise, in an order that does not depend on the instruction set's W beyond its value
     T part[W];
     store(part, x);
@@ -109,8 +126,8 @@ struct Lanes {
   }
 };
 
-// Asks for memory that will be read soon. Any address is allowed.
-inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Any address is allowed.
+inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // 2^(x * unit), which is where every weight comes from; at most 0.8 units in the last place off, whatever the size of
 // x, because the product is never rounded by itself. From 2^-126.5 down (2^-1022.5 in double) it is exactly 0; NaN
@@ -125,7 +142,8 @@ class PowersOfTwo {
   // Of a positive unit, neither so small nor so large that the numbers below overflow: see Plan::plain.
   explicit PowersOfTwo(T unit) : unit(A::all(unit)), lowest(A::all(zero / unit)) {}
 
-  // x * unit, or what is as good as minus infinity, times 0 being 0.
+  // log2 of the weight: x * unit, at least `zero`, so that for a weight of 0 the product weight * log2(weight) is 0,
+  // not 0 * -inf.
   F power(F x) const { return A::max(A::all(zero), x * unit); }
 
   F operator()(F x) const;

@@ -1,7 +1,7 @@
 // Any CPU: vectors as wide as the smallest there are.
 #pragma once
 
-#include "lanes.h"
+#include "isa/lanes.h"
 
 namespace multihead {
 namespace {

@@ -2,7 +2,10 @@
 // own dk and dv: there are no atomic sums, and the order of every sum is fixed.
 #pragma once
 
-#include "forward.inl"
+#include "kernel/blocks.inl"
+#include "kernel/groups.inl"
+#include "kernel/scores.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
@@ -13,7 +16,9 @@ namespace {
 // gradients of peaked rows, which are small differences, were up to four times as far off as the plain
 // implementation's. The weights add up to 1 only as far as scores are rounded here as in the forward pass (few rows
 // take another order of summation there); dividing both by their own sum takes that out: it was up to ten times the
-// plain error at scores of 100.
+// plain error at scores of 100. Of a row with one weight of more than 1/2 the mean is taken of what d_weights have over
+// that weight's own, so that with a weight of nearly 1 it subtracts that d_weight to the last bit, as a softmax with a
+// weight of 1 does. Where weights are even, the way from one largest weight to the next would round more than it saves.
 template <class A>
 class BackwardQueries {
  public:
@@ -24,11 +29,11 @@ class BackwardQueries {
 
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
-    const index strips = Forward<A>::block_rows(s) / Lanes;
-    const index numbers = strips * Lanes * (2 * s.D + s.V + 4) + tile_keys * (5 * Lanes + s.D + s.V) +
-                          W * Forward<A>::row_width(s) + Lanes;
-    return (numbers * static_cast<index>(sizeof(T))) + (strips * 7 + 17) * 64 +
-           strips * static_cast<index>(sizeof(Strip<A>) + 4 * sizeof(T*)) + kept_tiles(plan) * strips * slot_bytes;
+    const index strips = block_rows<A>(s) / Lanes;
+    const index numbers =
+        strips * Lanes * (2 * s.D + s.V + 7) + tile_keys * (5 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
+    return (numbers * static_cast<index>(sizeof(T))) + (strips * 10 + 17) * 64 +
+           strips * static_cast<index>(sizeof(Piece)) + kept_tiles(plan) * strips * slot_bytes;
   }
 
   static void run(const Gradients& g, const Task& task, void* scratch) { BackwardQueries(g, task, scratch).run_both(); }
@@ -37,6 +42,7 @@ class BackwardQueries {
   struct Piece {
     Strip<A> strip;
     T *d_out, *d_q, *factor, *delta, *mass;  // (V, lanes), (D, lanes), then (lanes) each
+    T *peak, *base, *over;  // (lanes): the largest power so far, its d_weight, and the sum of what others have over it
   };
 
   const Gradients& g;
@@ -55,7 +61,7 @@ class BackwardQueries {
   static index kept_tiles(const Plan& plan) {
     constexpr index most_bytes = 4 << 20;
     const index tiles = (plan.sizes.K + tile_keys - 1) / tile_keys;
-    const index most = most_bytes / (slot_bytes * (Forward<A>::block_rows(plan.sizes) / Lanes));
+    const index most = most_bytes / (slot_bytes * (block_rows<A>(plan.sizes) / Lanes));
     return tiles < most ? tiles : most;
   }
 
@@ -64,19 +70,17 @@ class BackwardQueries {
     Arena arena{static_cast<char*>(scratch)};
     for (T** tile : {&scores, &d_weights, &staged, &visible, &slope}) *tile = arena.take<T>(tile_keys * Lanes);
     scale = arena.take<T>(Lanes);
-    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    rowwise = arena.take<T>(W * row_width(s));
     k_copy = arena.take<T>(tile_keys * s.D);
     v_copy = arena.take<T>(tile_keys * s.V);
-    pieces = arena.take<Piece>(Forward<A>::block_rows(s) / Lanes);
-    kept = arena.take<T>(kept_tiles(plan) * (Forward<A>::block_rows(s) / Lanes) * slot);
+    pieces = arena.take<Piece>(block_rows<A>(s) / Lanes);
+    kept = arena.take<T>(kept_tiles(plan) * (block_rows<A>(s) / Lanes) * slot);
     for (int lane = 0; lane < Lanes; ++lane) scale[lane] = static_cast<T>(plan.scale);
     unit = score_unit<T>(plan);
     for (index row = 0; row < task.rows; row += Lanes) {
       Piece& piece = pieces[count++];
       Strip<A>& strip = piece.strip;
-      strip.row = task.row + row;
-      strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
-      strip.nr = (strip.rows + W - 1) / W;
+      strip.place(task, row);
       const index lanes = strip.nr * W;
       strip.q = arena.take<T>(s.D * lanes);
       piece.d_out = arena.take<T>(s.V * lanes);
@@ -85,6 +89,9 @@ class BackwardQueries {
       piece.factor = arena.take<T>(Lanes);
       piece.delta = arena.take<T>(Lanes);
       piece.mass = arena.take<T>(Lanes);
+      piece.peak = arena.take<T>(Lanes);
+      piece.base = arena.take<T>(Lanes);
+      piece.over = arena.take<T>(Lanes);
       strip.bound(plan, task);
       strip.pack(plan.q, plan.type, task.b, s.D, rowwise, strip.q);
       strip.pack(g.d_out, plan.type, task.b, s.V, rowwise, piece.d_out);
@@ -93,8 +100,8 @@ class BackwardQueries {
         const index at = (task.b * s.H + strip.head[lane]) * s.Q + strip.query[lane];
         strip.top[lane] = static_cast<const T*>(plan.state)[2 * at];
         piece.factor[lane] = static_cast<const T*>(plan.state)[2 * at + 1];
-        piece.delta[lane] = 0;
-        piece.mass[lane] = 0;
+        piece.delta[lane] = piece.mass[lane] = piece.peak[lane] = piece.base[lane] = 0;
+        piece.over[lane] = 0;
       }
     }
   }
@@ -106,9 +113,16 @@ class BackwardQueries {
       for (int lane = 0; lane < strip.rows; ++lane) {
         const index at = (task.b * plan.sizes.H + strip.head[lane]) * plan.sizes.Q + strip.query[lane];
         T &delta = pieces[i].delta[lane], &factor = pieces[i].factor[lane];
-        T mass = pieces[i].mass[lane] * factor;
-        if (factor != 0) mass += static_cast<T>(sink_weight(plan, strip.head[lane], strip.top[lane]) * double(factor));
-        if (mass != 0) delta /= mass, factor /= mass;
+        if (factor != 0) {
+          const double sink = sink_weight(plan, strip.head[lane], strip.top[lane]), base = pieces[i].base[lane];
+          const double mass = double(pieces[i].mass[lane]) + sink;
+          if (mass != 0) {
+            const double over = pieces[i].over[lane];
+            delta = static_cast<T>(2 * double(pieces[i].peak[lane]) > mass ? base + (over - base * sink) / mass
+                                                                           : double(delta) / mass);
+            factor = static_cast<T>(1 / mass);
+          }
+        }
         if (g.d_lse) delta -= static_cast<const T*>(g.d_lse)[at];
         static_cast<T*>(g.delta)[2 * at] = delta, static_cast<T*>(g.delta)[2 * at + 1] = factor;
       }
@@ -124,35 +138,23 @@ class BackwardQueries {
 
   // Over the keys once: for delta, or, with delta known, for dq.
   void sweep(bool second) {
-    index first = task.key + task.keys, last = task.key;
-    for (int i = 0; i < count; ++i) {
-      const Strip<A>& strip = pieces[i].strip;
-      if (strip.first < strip.last) {
-        first = strip.first < first ? strip.first : first;
-        last = strip.last > last ? strip.last : last;
-      }
-    }
-    const bool crowds = task.rows >= Lanes;
+    KeyRange range(task);
+    for (int i = 0; i < count; ++i) range.add(pieces[i].strip);
+    const bool may_copy = task.rows >= Lanes;
     const index most_kept = kept_tiles(plan);
-    for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
-      const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
-      const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
-      const T* v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, crowds);
+    range.tiles([&](index from, index to, index tile) {
+      const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
+      const T* v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, may_copy);
       for (int i = 0; i < count; ++i) {
         const Strip<A>& strip = pieces[i].strip;
-        const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
-        if (low >= high) continue;
+        index low, high;
+        if (!strip.clip(from, to, low, high)) continue;
         const T *keys = k + (low - from) * k_stride, *values = v + (low - from) * v_stride;
-        const index place = tile / tile_keys - first / tile_keys;
-        T* keep = place < most_kept ? kept + (place * count + i) * slot : nullptr;
-        if (strip.nr == A::NR)
-          step<A::NR>(pieces[i], low, high - low, keys, values, second, keep);
-        else if (strip.nr == 1)
-          step<1>(pieces[i], low, high - low, keys, values, second, keep);
-        else
-          step<(A::NR > 2 ? 2 : 1)>(pieces[i], low, high - low, keys, values, second, keep);
+        T* keep = tile < most_kept ? kept + (tile * count + i) * slot : nullptr;
+        with_vectors<A>(strip.nr,
+                        [&](auto nr) { step<nr.count>(pieces[i], low, high - low, keys, values, second, keep); });
       }
-    }
+    });
   }
 
   template <int NR>
@@ -169,9 +171,9 @@ class BackwardQueries {
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
-    ScoreGroups<A, NR> score{k, k_stride, strip.q, plan.sizes.D, scores, {}};
+    ScoreGroups<OwnType<A>, NR> score{k, k_stride, strip.q, plan.sizes.D, scores, {}};
     in_groups<MR>(keys, score);
-    ScoreGroups<A, NR> through{v, v_stride, piece.d_out, plan.sizes.V, d_weights, {}};
+    ScoreGroups<OwnType<A>, NR> through{v, v_stride, piece.d_out, plan.sizes.V, d_weights, {}};
     in_groups<MR>(keys, through);
     bool hidden = false;
     if (adjusted) {
@@ -180,12 +182,15 @@ class BackwardQueries {
     }
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, d_weights);
     const PowersOfTwo<A> weight_of(unit);
-    F top[NR], factor[NR], delta[NR], sum[NR], mass[NR];
+    F top[NR], factor[NR], delta[NR], sum[NR], mass[NR], before[NR], peak[NR], base[NR], over[NR];
     for (int c = 0; c < NR; ++c) {
       top[c] = A::load(strip.top + c * W);
       factor[c] = A::load(piece.factor + c * W);
       delta[c] = A::load(piece.delta + c * W);
-      sum[c] = mass[c] = F{};
+      before[c] = A::load(piece.mass + c * W);
+      sum[c] = mass[c] = over[c] = F{};
+      peak[c] = A::load(piece.peak + c * W);
+      base[c] = A::load(piece.base + c * W);
     }
     for (index i = 0; i < keys; ++i)
 #pragma GCC unroll 4
@@ -194,9 +199,15 @@ class BackwardQueries {
         const F power = weight_of(A::load(scores + at) - top[c]), weight = power * factor[c];
         if (!second) {
           if (keep) A::store(scores + at, power);
-          const F part = weight * A::load(d_weights + at);
-          sum[c] += hidden ? A::select((I)A::load(visible + at), part, F{}) : part;
-          mass[c] += hidden ? A::select((I)A::load(visible + at), power, F{}) : power;
+          const I seen = hidden ? (I)A::load(visible + at) : ~I{};
+          const F d_weight = A::load(d_weights + at);
+          const F now = A::select(seen & (power > peak[c]), d_weight, base[c]);
+          const F moved = A::fma(before[c] + mass[c], base[c] - now, over[c]);
+          over[c] = A::select(seen, A::fma(power, d_weight - now, moved), over[c]);
+          sum[c] = A::select(seen, sum[c] + power * d_weight, sum[c]);
+          mass[c] = A::select(seen, mass[c] + power, mass[c]);
+          peak[c] = A::select(seen, A::max(power, peak[c]), peak[c]);
+          base[c] = now;
           continue;
         }
         F d_score = weight * (A::load(d_weights + at) - delta[c]);
@@ -207,7 +218,10 @@ class BackwardQueries {
     if (!second) {
       for (int c = 0; c < NR; ++c) {
         A::store(piece.delta + c * W, delta[c] + sum[c]);
-        A::store(piece.mass + c * W, A::load(piece.mass + c * W) + mass[c]);
+        A::store(piece.mass + c * W, before[c] + mass[c]);
+        A::store(piece.peak + c * W, peak[c]);
+        A::store(piece.base + c * W, base[c]);
+        A::store(piece.over + c * W, A::load(piece.over + c * W) + over[c]);
       }
       return;
     }
@@ -240,7 +254,7 @@ class BackwardQueries {
     if (hidden && !finite<A>(k, k_stride, plan.sizes.D, keys)) {
       mix_seen<A, NR>(plan.sizes.D, piece.d_q, keys, scores, visible, k, k_stride, one);
     } else {
-      MixGroups<A, NR> into{k, k_stride, scores, keys, piece.d_q, {}};
+      MixGroups<OwnType<A>, NR> into{k, k_stride, scores, keys, piece.d_q, {}};
       for (int c = 0; c < NR; ++c) into.decay[c] = one[c];
       in_groups<A::MR(NR)>(plan.sizes.D, into);
     }

@@ -1,8 +1,8 @@
-// dk and dv of a block of keys: keys in lanes, and the queries of every head of the group pass by.
+// dk and dv of a block of keys: keys in lanes, and the queries of every head of the group, a tile at a time.
 #pragma once
 
-#include "backward.inl"
-#include "passing.inl"
+#include "kernel/backward.inl"
+#include "kernel/query_tile.inl"
 
 namespace multihead {
 namespace {
@@ -15,13 +15,13 @@ class BackwardKeys {
   using I = typename A::I;
   static constexpr int W = A::W, Lanes = A::NR * A::W;
 
-  static index block_keys(const Sizes& s) { return Forward<A>::block_rows(s); }
+  static index block_keys(const Sizes& s) { return block_rows<A>(s); }
 
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
     const index strips = block_keys(s) / Lanes;
-    const index numbers = strips * Lanes * 2 * (s.D + s.V) + tile_rows * (3 * Lanes + s.D + s.V) +
-                          W * Forward<A>::row_width(s) + 2 * Lanes;
+    const index numbers =
+        strips * Lanes * 2 * (s.D + s.V) + tile_rows * (3 * Lanes + s.D + s.V) + W * row_width(s) + 2 * Lanes;
     return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 16) * 64 +
            strips * static_cast<index>(sizeof(Piece));
   }
@@ -50,7 +50,7 @@ class BackwardKeys {
     for (T** tile : {&scores, &weights, &visible}) *tile = arena.take<T>(tile_rows * Lanes);
     ones = arena.take<T>(Lanes);
     scale = arena.take<T>(Lanes);
-    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    rowwise = arena.take<T>(W * row_width(s));
     q_copy = arena.take<T>(tile_rows * s.D);
     d_copy = arena.take<T>(tile_rows * s.V);
     pieces = arena.take<Piece>(block_keys(s) / Lanes);
@@ -60,7 +60,7 @@ class BackwardKeys {
       Piece& piece = pieces[count++];
       Strip<A>& strip = piece.strip;
       piece.key = task.key + key;
-      over_keys(strip, task.g, piece.key, task.keys - key < Lanes ? task.keys - key : Lanes);
+      over_keys(strip, task.g, piece.key, task.keys - key);
       const index lanes = strip.nr * W;
       piece.k = arena.take<T>(s.D * lanes);
       piece.v = arena.take<T>(s.V * lanes);
@@ -75,24 +75,20 @@ class BackwardKeys {
 
   void sweep() {
     const Sizes& s = plan.sizes;
-    const bool crowds = task.keys >= Lanes;
-    PassingTile rows;
+    const bool may_copy = task.keys >= Lanes;
+    QueryTile rows;
     for (index h = task.g * s.group(); h < (task.g + 1) * s.group(); ++h)
       for (index tile = 0; tile < s.Q; tile += tile_rows) {
         if (!rows.fill(plan, task.b, h, tile, task.key, task.key + task.keys)) continue;
-        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, crowds);
-        const T* d = rows_of(g.d_out, plan, task.b, h, s.V, tile, rows.rows, d_copy, d_stride, crowds);
+        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, may_copy);
+        const T* d = rows_of(g.d_out, plan, task.b, h, s.V, tile, rows.rows, d_copy, d_stride, may_copy);
         for (int i = 0; i < count; ++i) {
           Piece& piece = pieces[i];
-          const Passing part = rows.over(piece.key, piece.key + piece.strip.rows);
+          const QueryRun part = rows.over(piece.key, piece.key + piece.strip.rows);
           if (!part.count) continue;
           const index first = part.query - tile;
-          if (piece.strip.nr == A::NR)
-            step<A::NR>(piece, part, q + first * q_stride, d + first * d_stride);
-          else if (piece.strip.nr == 1)
-            step<1>(piece, part, q + first * q_stride, d + first * d_stride);
-          else
-            step<(A::NR > 2 ? 2 : 1)>(piece, part, q + first * q_stride, d + first * d_stride);
+          with_vectors<A>(piece.strip.nr,
+                          [&](auto nr) { step<nr.count>(piece, part, q + first * q_stride, d + first * d_stride); });
         }
       }
     for (int i = 0; i < count; ++i) {
@@ -105,11 +101,11 @@ class BackwardKeys {
   }
 
   template <int NR>
-  void step(Piece& piece, const Passing& rows, const T* q, const T* d) {
+  void step(Piece& piece, const QueryRun& rows, const T* q, const T* d) {
     constexpr int MR = A::MR(NR);
-    ScoreGroups<A, NR> score{q, q_stride, piece.k, plan.sizes.D, scores, {}};
+    ScoreGroups<OwnType<A>, NR> score{q, q_stride, piece.k, plan.sizes.D, scores, {}};
     in_groups<MR>(rows.count, score);
-    ScoreGroups<A, NR> through{d, d_stride, piece.v, plan.sizes.V, weights, {}};
+    ScoreGroups<OwnType<A>, NR> through{d, d_stride, piece.v, plan.sizes.V, weights, {}};
     in_groups<MR>(rows.count, through);
 
     const bool hides = rows.ragged || plan.allowed.data || plan.bias.data;
@@ -176,7 +172,7 @@ class BackwardKeys {
       mix_seen<A, NR>(width, to, depth, by, visible, rows, stride, one);
       return;
     }
-    MixGroups<A, NR> into{rows, stride, by, depth, to, {}};
+    MixGroups<OwnType<A>, NR> into{rows, stride, by, depth, to, {}};
     for (int c = 0; c < NR; ++c) into.decay[c] = one[c];
     in_groups<A::MR(NR)>(width, into);
   }

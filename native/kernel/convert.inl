@@ -1,8 +1,8 @@
 // Half-precision numbers become fp32 when they are read and are rounded to nearest even when they are written.
 #pragma once
 
-#include "lanes.h"
-#include "plan.h"
+#include "core/kernels.h"
+#include "isa/lanes.h"
 
 namespace multihead {
 namespace {
@@ -76,6 +76,12 @@ void narrow(const T* from, Type type, index n, void* target) {
 // The address of row `row` of head `head` in batch row `b`.
 inline char* row_of(const View& view, Type type, index b, index head, index row) {
   return static_cast<char*>(view.data) + (b * view.batch + head * view.head + row * view.row) * bytes(type);
+}
+
+// The address of row i of x.
+inline const void* x_row(const Linear& linear, index i) {
+  const index at = i / linear.batch_rows * linear.x_batch + i % linear.batch_rows * linear.x_row;
+  return static_cast<const char*>(linear.x) + at * bytes(linear.x_type);
 }
 
 template <class T>

@@ -1,13 +1,12 @@
 // Dot products of rows as they lie in memory with a few rows in scratch: every row from memory is read once.
 #pragma once
 
-#include "lanes.h"
-#include "plan.h"
+#include "kernel/readers.inl"
 
 namespace multihead {
 namespace {
 
-// What to ask for meanwhile, because it is read next: while number d of row i is read, from + d * along + i * across.
+// What to prefetch meanwhile, because it is read next: while number d of row i is read, from + d * along + i * across.
 template <class T>
 struct Ahead {
   const T* from;
@@ -16,39 +15,41 @@ struct Ahead {
 
 // to[r * N + i] = from[i] . few[r], where few[r] starts at few + r * step and is padded with zeros to whole vectors.
 // `from` is read only up to `width`.
-template <class A, int N, int R>
-inline __attribute__((always_inline)) void dots(const typename A::T* const (&from)[N], const typename A::T* few,
-                                                index step, index width, const Ahead<typename A::T>& ahead,
-                                                typename A::T* to) {
+template <class Reader, int N, int R>
+inline __attribute__((always_inline)) void dots(const typename Reader::Number* const (&from)[N],
+                                                const typename Reader::Kept* few, index step, index width,
+                                                const Ahead<typename Reader::Number>& ahead,
+                                                typename Reader::A::T* to) {
+  using A = typename Reader::A;
   using F = typename A::F;
   constexpr int W = A::W, groups = (N * R + W - 1) / W;
   F sum[groups][W];
 #pragma GCC unroll 16
   for (int i = 0; i < groups * W; ++i) sum[i / W][i % W] = F{};
   index d = 0;
-  for (; d + W <= width; d += W) {
-    F left[N];
+  for (; d + Reader::step <= width; d += Reader::step) {
+    typename Reader::Vector left[N];
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
-      left[i] = A::load(from[i] + d);
-      fetch(ahead.from + d * ahead.along + i * ahead.across);
+      left[i] = Reader::load(from[i] + d);
+      prefetch(ahead.from + d * ahead.along + i * ahead.across);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const F right = A::load(few + r * step + d);
+      const typename Reader::Vector right = Reader::load_kept(few + r * step + d);
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
         F& at = sum[(r * N + i) / W][(r * N + i) % W];
-        at = A::fma(left[i], right, at);
+        at = Reader::multiply_add(left[i], right, at);
       }
     }
   }
   if (d < width)
     for (int i = 0; i < N; ++i) {
-      const F left = A::load_some(from[i] + d, static_cast<int>(width - d));
+      const typename Reader::Vector left = Reader::load_some(from[i] + d, static_cast<int>(width - d));
       for (int r = 0; r < R; ++r) {
         F& at = sum[(r * N + i) / W][(r * N + i) % W];
-        at = A::fma(left, A::load(few + r * step + d), at);
+        at = Reader::multiply_add(left, Reader::load_kept(few + r * step + d), at);
       }
     }
 #pragma GCC unroll 4

@@ -2,27 +2,30 @@
 // in the vector lanes, and each key and value is read once for all rows of the group.
 #pragma once
 
-#include "dots.inl"
-#include "scores.inl"
-#include "tile.inl"
-#include "weights.inl"
+#include "kernel/dots.inl"
+#include "kernel/scores.inl"
+#include "kernel/tile.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
 
-template <class A>
+template <class Reader>
 class Few {
  public:
+  using A = typename Reader::A;
+  using Number = typename Reader::Number;
+  using Kept = typename Reader::Kept;
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
   static constexpr int W = A::W;
-  static constexpr index page = 16;  // keys whose values are mixed before the next ones are read
+  static constexpr index page_keys = 16;  // keys whose values are mixed before the next ones are read
   static constexpr int most_rows = W / 2 < 8 ? W / 2 : 8;
 
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
-    const index numbers = most_rows * (padded(s.D) + padded(s.V) + tile_keys + 2 * W) + tile_keys * (s.D + s.V) + 4 * W;
+    const index numbers = most_rows * (padded(s.D) + padded(s.V) + 2 * (tile_keys + W)) + 4 * W;
     return numbers * static_cast<index>(sizeof(T)) + 16 * 64;
   }
 
@@ -47,19 +50,24 @@ class Few {
   const Task& task;
   Row row[8];
   index first, last;  // keys that some row sees
-  T *q, *mixed, *scores, *k_copy, *v_copy;
+  Kept *q, *weights;  // (rows, D), and (rows, keys of a tile): `scores`, where these may be kept as they are
+  T *mixed, *scores;
   T unit;
 
-  static index padded(index n) { return (n + W - 1) / W * W; }
+  static constexpr index line = tile_keys + W;  // numbers of a row of scores
+
+  static index padded(index n) { return (n + Reader::step - 1) / Reader::step * Reader::step; }
 
   Few(const Plan& p, const Task& t, void* scratch, int rows) : plan(p), task(t) {
     const Sizes& s = plan.sizes;
     Arena arena{static_cast<char*>(scratch)};
-    q = arena.take<T>(rows * padded(s.D));
+    q = arena.take<Kept>(rows * padded(s.D));
     mixed = arena.take<T>(rows * padded(s.V));
-    scores = arena.take<T>(rows * (tile_keys + W));
-    k_copy = arena.take<T>(tile_keys * s.D);
-    v_copy = arena.take<T>(tile_keys * s.V);
+    scores = arena.take<T>(rows * line);
+    if constexpr (Reader::together == 1)
+      weights = scores;
+    else
+      weights = arena.take<Kept>(rows * line);
     unit = score_unit<T>(plan);
     first = task.key + task.keys, last = task.key;
     std::memset(mixed, 0, sizeof(T) * rows * padded(s.V));
@@ -73,8 +81,12 @@ class Few {
       const T none = -__builtin_inff();
       row[r] = {query, h, start, stop, none, T(0)};
       if (start < stop) first = start < first ? start : first, last = stop > last ? stop : last;
-      T* lanes = q + r * padded(s.D);
-      widen(row_of(plan.q, plan.type, task.b, h, query), plan.type, s.D, lanes);
+      Kept* lanes = q + r * padded(s.D);
+      const void* from = row_of(plan.q, plan.type, task.b, h, query);
+      if constexpr (Reader::widens)
+        widen(from, plan.type, s.D, lanes);
+      else if (s.D)
+        std::memcpy(lanes, from, sizeof(Kept) * static_cast<std::size_t>(s.D));
       for (index d = s.D; d < padded(s.D); ++d) lanes[d] = 0;
     }
   }
@@ -83,42 +95,43 @@ class Few {
   void attend() {
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
       const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
-      index k_stride, v_stride;
-      const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, false);
-      const T* v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, false);
+      const index k_stride = plan.k.row, v_stride = plan.v.row;
+      const auto* k = reinterpret_cast<const Number*>(row_of(plan.k, plan.type, task.b, task.g, from));
+      const auto* v = reinterpret_cast<const Number*>(row_of(plan.v, plan.type, task.b, task.g, from));
       score<R>(k, k_stride, v, v_stride, to - from);
       T decay[R];
       bool hidden = false;
-      for (int r = 0; r < R; ++r) hidden |= weigh(row[r], scores + r * (tile_keys + W), from, to - from, decay[r]);
-      const bool poisoned = hidden && !finite<A>(v, v_stride, plan.sizes.V, to - from);
-      for (index i = 0; i < to - from; i += page) {
-        const index count = to - from - i < page ? to - from - i : page;
-        const T *values = v + i * v_stride, *weights = scores + i;
+      for (int r = 0; r < R; ++r) hidden |= weigh(row[r], scores + r * line, from, to - from, decay[r]);
+      if constexpr (Reader::together > 1)
+        for (int r = 0; r < R; ++r) Reader::keep(scores + r * line, (to - from + W - 1) / W * W, weights + r * line);
+      const bool poisoned = hidden && !all_finite<Reader>(v, v_stride, plan.sizes.V, to - from);
+      for (index i = 0; i < to - from; i += page_keys) {
+        const index count = to - from - i < page_keys ? to - from - i : page_keys;
+        const Page page{v + i * v_stride, v_stride, weights + i, count, k + (tile_keys + i) * k_stride, k_stride};
+        if (!poisoned) mix<R, false>(page, decay);
+        if constexpr (Reader::together > 1)
+          if (poisoned) mix<R, true>(page, decay);
         if (poisoned)
-          for (int r = 0; r < R; ++r)
-            mix_seen(row[r], r, values, v_stride, weights + r * (tile_keys + W), from + i, count, decay[r]);
-        else
-          mix<R>(values, v_stride, weights, count, decay, k + (tile_keys + i) * k_stride, k_stride);
+          for (int r = 0; r < R; ++r) mix_seen(row[r], r, page, scores + r * line + i, from + i, decay[r]);
         for (int r = 0; r < R; ++r) decay[r] = 1;
       }
     }
     for (int r = 0; r < task.rows; ++r) finish(r);
   }
 
-  // scores[r][key] = q_r . k_key. The tile's values are asked for meanwhile, and the next tile's keys while values are
-  // mixed: memory delivers one of them all the time, and arithmetic never waits for what it asked for last.
+  // scores[r][key] = q_r . k_key. The tile's values are prefetched meanwhile, and the next tile's keys while values are
+  // mixed: memory delivers one of them all the time, and arithmetic never waits for what was prefetched last.
   template <int R>
-  void score(const T* k, index stride, const T* v, index v_stride, index keys) {
+  void score(const Number* k, index stride, const Number* v, index v_stride, index keys) {
     constexpr int at_once = W / R;
     const index step = padded(plan.sizes.D);
     for (index key = 0; key < keys; key += at_once) {
-      const T* from[at_once];
+      const Number* from[at_once];
       for (int i = 0; i < at_once; ++i) from[i] = k + (key + i < keys ? key + i : keys - 1) * stride;
       T sums[W];
-      dots<A, at_once, R>(from, q, step, plan.sizes.D, {v + key * v_stride, 1, v_stride}, sums);
+      dots<Reader, at_once, R>(from, q, step, plan.sizes.D, {v + key * v_stride, 1, v_stride}, sums);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
-        std::memcpy(scores + r * (tile_keys + W) + key, sums + r * at_once, sizeof(T) * at_once);
+      for (int r = 0; r < R; ++r) std::memcpy(scores + r * line + key, sums + r * at_once, sizeof(T) * at_once);
     }
   }
 
@@ -130,7 +143,7 @@ class Few {
     const index before = at.start > key ? at.start - key : 0, after = at.stop - key;
     for (index i = 0; i < before && i < keys; ++i) line[i] = none;
     for (index i = after < 0 ? 0 : after; i < keys; ++i) line[i] = none;
-    for (index i = keys; i < padded(keys); ++i) line[i] = none;
+    for (index i = keys; i < (keys + W - 1) / W * W; ++i) line[i] = none;
     F largest = A::all(none);
     for (index i = 0; i < keys; i += W) largest = A::max(A::load(line + i), largest);
     T top = at.top;
@@ -185,43 +198,56 @@ class Few {
     return hidden;
   }
 
-  // mixed[r] = mixed[r] * decay[r] + weights[r] . v, as many vectors of the width at once as the registers hold; `next`
-  // is what to ask for meanwhile, row by row.
-  template <int R>
-  void mix(const T* v, index stride, const T* weights, index keys, const T (&decay)[R], const T* next, index next_row) {
+  // A run of keys: values, weights (the rows' own lie `line` apart), and what to prefetch meanwhile, row by row.
+  struct Page {
+    const Number* v;
+    index stride;
+    const Kept* weights;
+    index keys;
+    const Number* next;
+    index next_row;
+  };
+
+  // mixed[r] = mixed[r] * decay[r] + weights[r] . v, as many vectors of the width at once as the registers hold.
+  // `Clean`: values that are not finite count as 0.
+  template <int R, bool Clean>
+  void mix(const Page& page, const T (&decay)[R]) {
     constexpr int sums = A::MR(A::NR) * A::NR, at_once = R == 1 || sums >= 8 * R ? 8
                                                          : sums >= 4 * R         ? 4
                                                          : sums >= 2 * R         ? 2
                                                                                  : 1;
     const index V = plan.sizes.V;
     index j = 0;
-    for (; j + at_once * W <= V; j += at_once * W)
-      mix_columns<R, at_once>(v, stride, weights, keys, j, W, decay, next, next_row);
-    for (; j + W <= V; j += W) mix_columns<R, 1>(v, stride, weights, keys, j, W, decay, next, next_row);
-    if (j < V) mix_columns<R, 1>(v, stride, weights, keys, j, static_cast<int>(V - j), decay, next, next_row);
+    for (; j + at_once * W <= V; j += at_once * W) mix_columns<R, at_once, Clean>(page, j, W, decay);
+    for (; j + W <= V; j += W) mix_columns<R, 1, Clean>(page, j, W, decay);
+    if (j < V) mix_columns<R, 1, Clean>(page, j, static_cast<int>(V - j), decay);
   }
 
-  template <int R, int C>
-  inline __attribute__((always_inline)) void mix_columns(const T* v, index stride, const T* weights, index keys,
-                                                         index j, int width, const T (&decay)[R], const T* next,
-                                                         index next_row) {
+  template <int R, int C, bool Clean>
+  inline __attribute__((always_inline)) void mix_columns(const Page& page, index j, int width, const T (&decay)[R]) {
+    constexpr index near = 64 / static_cast<index>(sizeof(Number));  // numbers that come from memory together
     F sum[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = F{};
-    const T *at = v + j, *soon = next + j;
-    for (index i = 0; i < keys; ++i, at += stride, soon += next_row) {
-      F x[C];
+    const Number *at = page.v + j, *soon = page.next + j;
+    for (index i = 0; i < page.keys; i += Reader::together, at += Reader::together * page.stride) {
+      typename Reader::Vector x[C];
+#pragma GCC unroll 2
+      for (int t = 0; t < Reader::together; ++t, soon += page.next_row)
 #pragma GCC unroll 8
-      for (int c = 0; c < C * W; c += A::line) fetch(soon + c);
+        for (index c = 0; c < C * W; c += near) prefetch(soon + c);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) x[c] = C > 1 || width == W ? A::load(at + c * W) : A::load_some(at, width);
+      for (int c = 0; c < C; ++c) {
+        x[c] = Reader::values(at + c * W, page.stride, i + 1 < page.keys, C > 1 ? W : width);
+        if constexpr (Clean && Reader::together > 1) x[c] = Reader::cleaned(x[c]);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const F weight = A::all(weights[r * (tile_keys + W) + i]);
+        const typename Reader::Vector weight = Reader::weight(page.weights + r * line + i);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) sum[r][c] = A::fma(weight, x[c], sum[r][c]);
+        for (int c = 0; c < C; ++c) sum[r][c] = Reader::multiply_add(weight, x[c], sum[r][c]);
       }
     }
 #pragma GCC unroll 8
@@ -233,14 +259,19 @@ class Few {
       }
   }
 
-  // The same for a page of one row, leaving out what it does not see: there 0 * NaN would be NaN.
-  void mix_seen(const Row& at, int r, const T* v, index stride, const T* weights, index key, index keys, T decay) {
+  // A page of one row, leaving out what it does not see: there 0 * NaN would be NaN. Where `mix` has taken the finite
+  // values already, only the others are left.
+  void mix_seen(const Row& at, int r, const Page& page, const T* own, index key, T decay) {
+    constexpr bool rest = Reader::together > 1;
     T* to = mixed + r * padded(plan.sizes.V);
     for (index j = 0; j < plan.sizes.V; ++j) {
       F sum = F{};
-      for (index i = 0; i < keys; ++i)
-        if (seen(at, key + i)) sum = A::fma(A::all(weights[i]), A::all(v[i * stride + j]), sum);
-      to[j] = A::fma(A::all(to[j]), A::all(decay), sum)[0];
+      for (index i = 0; i < page.keys; ++i) {
+        const Number x = page.v[i * page.stride + j];
+        if (seen(at, key + i) && (!rest || Reader::special(x)))
+          sum = A::fma(A::all(own[i]), A::all(Reader::number(x)), sum);
+      }
+      to[j] = rest ? to[j] + sum[0] : A::fma(A::all(to[j]), A::all(decay), sum)[0];
     }
   }
 
@@ -260,6 +291,16 @@ class Few {
     narrow(sums, plan.type, V, row_of(plan.out, plan.type, task.b, row[r].h, row[r].q));
   }
 };
+
+// Few, by the type of the tensors.
+template <class A>
+void attend_few(const Plan& plan, const Task& task, void* scratch) {
+  if constexpr (sizeof(typename A::T) == 4) {
+    if (plan.type == Type::bf16) return Few<HalfReader<A, Type::bf16>>::run(plan, task, scratch);
+    if (plan.type == Type::f16) return Few<HalfReader<A, Type::f16>>::run(plan, task, scratch);
+  }
+  Few<OwnReader<A>>::run(plan, task, scratch);
+}
 
 }  // namespace
 }  // namespace multihead

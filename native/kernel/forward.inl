@@ -1,107 +1,38 @@
 // Attention of a block of query rows over keys and values: the (Q,K) scores exist one tile at a time.
 #pragma once
 
-#include "awaited.inl"
-#include "product.inl"
-#include "scores.inl"
-#include "statistics.inl"
-#include "strip.inl"
-#include "tile.inl"
-#include "weights.inl"
+#include "kernel/blocks.inl"
+#include "kernel/groups.inl"
+#include "kernel/operands.inl"
+#include "kernel/scores.inl"
+#include "kernel/statistics.inl"
+#include "kernel/strip.inl"
+#include "kernel/tile.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
 
-// Scores of the vectors from First on.
-template <class A, int NR, int First = 0>
-struct ScoreGroups {
-  using T = typename A::T;
-  using F = typename A::F;
-  const T* k;
-  index stride;
-  const T* q;
-  index depth;
-  T* scores;
-  F top[NR];
-  Awaited<A::NR * A::W, false>* awaited = nullptr;  // queries of the next rows
-
-  template <int MR>
-  inline __attribute__((always_inline)) void group(index i) {
-    if (awaited) awaited->ask();
-    F sum[MR][NR];
-    accumulate<A, MR, NR, true, First>(k + i * stride, stride, q, depth, sum);
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-      for (int c = First; c < NR; ++c) {
-        A::store(scores + ((i + r) * NR + c) * A::W, sum[r][c]);
-        top[c] = A::max(sum[r][c], top[c]);
-      }
-  }
-};
-
-// `Clipped`: a vector's sums end where the keys that it sees end.
-template <class A, int NR, bool Clipped = false>
-struct MixGroups {
-  using T = typename A::T;
-  using F = typename A::F;
-  const T* v;
-  index stride;
-  const T* weights;
-  index depth;
-  T* mixed;
-  F decay[NR];
-  index until[NR] = {};                            // if Clipped: the keys of each vector and those before it
-  Awaited<A::NR * A::W, true>* awaited = nullptr;  // rows of the output
-
-  template <int MR>
-  inline __attribute__((always_inline)) void group(index i) {
-    if (awaited) awaited->ask();
-    F sum[MR][NR];
-    accumulate<A, MR, NR, false>(v + i, stride, weights, Clipped ? until[0] : depth, sum);
-    if constexpr (Clipped && NR > 1)
-      accumulate_more<A, MR, NR, false, 1>(v + i, stride, weights, until[0], until[1], sum);
-    if constexpr (Clipped && NR > 2)
-      accumulate_more<A, MR, NR, false, 2>(v + i, stride, weights, until[1], until[2], sum);
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < NR; ++c) {
-        T* at = mixed + ((i + r) * NR + c) * A::W;
-        A::store(at, A::fma(A::load(at), decay[c], sum[r][c]));
-      }
-  }
-};
-
-template <class A>
+template <class Operands>
 class Forward {
  public:
+  using M = typename Operands::Product;
+  using A = typename M::A;
+  using Item = typename M::Item;
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
   static constexpr int W = A::W, Lanes = A::NR * A::W;
 
-  // Rows a task may have: enough to reuse a tile of keys from the second-level cache, and few enough to stay there.
-  static index block_rows(const Sizes& sizes) {
-    const index width = sizes.D > sizes.V ? sizes.D : sizes.V;
-    const index strips = width <= 160 ? 96 / Lanes : width <= 320 ? 48 / Lanes : 1;
-    return Lanes * (strips < 1 ? 1 : strips);
-  }
-
-  // Numbers in a row of scratch: of a query, a value, or a tile of dense mask.
-  static index row_width(const Sizes& s) {
-    const index width = s.D > s.V ? s.D : s.V;
-    return width > tile_keys ? width : tile_keys;
-  }
-
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
-    const index strips = block_rows(s) / Lanes;
-    const index numbers =
-        strips * Lanes * (s.D + s.V + 3) + tile_keys * (3 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
+    const index strips = block_rows<A>(s) / Lanes;
+    const index numbers = strips * Lanes * (s.V + 3) + tile_keys * 3 * Lanes + W * row_width(s) + Lanes;
     const index kept = plan.weights.data ? strips * (Lanes * s.K * static_cast<index>(sizeof(T)) + 64) : 0;
     const index watching = plan.statistics.wanted() ? strips * (Observer<A>::bytes(plan.statistics) + 128) : 0;
-    return kept + watching + numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 8) * 64 +
+    const index operands =
+        Operands::scratch_bytes(s) + strips * Lanes * Operands::query_items(s) * static_cast<index>(sizeof(Item));
+    return kept + watching + operands + numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 10) * 64 +
            strips * static_cast<index>(sizeof(Strip<A>));
   }
 
@@ -113,31 +44,29 @@ class Forward {
   Strip<A>* strips;
   Observer<A>* observers;  // one for each strip, where statistics are wanted
   int count = 0;
-  T *scores, *staged, *visible, *k_copy, *v_copy, *rowwise, *factor;
-  const T *k_rows, *v_rows;
-  index k_stride, v_stride;
+  Arena arena;
+  Operands operands;
+  Item** panels;  // the queries of each strip, in lanes
+  T *scores, *staged, *visible, *rowwise, *factor;
   T unit;  // what turns a score into a power of two
-  Awaited<Lanes, false> queries;
-  Awaited<Lanes, true> outputs;
+  Prefetcher<Lanes, false> queries;
+  Prefetcher<Lanes, true> outputs;
 
-  Forward(const Plan& p, const Task& t, void* scratch) : plan(p), task(t) {
+  Forward(const Plan& p, const Task& t, void* scratch)
+      : plan(p), task(t), arena{static_cast<char*>(scratch)}, operands(p, arena) {
     const Sizes& s = plan.sizes;
-    Arena arena{static_cast<char*>(scratch)};
     scores = arena.take<T>(tile_keys * Lanes);
     staged = arena.take<T>(tile_keys * Lanes);
     visible = arena.take<T>(tile_keys * Lanes);
     factor = arena.take<T>(Lanes);
     rowwise = arena.take<T>(W * row_width(s));
-    k_copy = arena.take<T>(tile_keys * s.D);
-    v_copy = arena.take<T>(tile_keys * s.V);
-    strips = arena.take<Strip<A>>(block_rows(s) / Lanes);
+    panels = arena.take<Item*>(block_rows<A>(s) / Lanes);
+    strips = arena.take<Strip<A>>(block_rows<A>(s) / Lanes);
     for (index row = 0; row < task.rows; row += Lanes) {
       Strip<A>& strip = strips[count++];
       strip.begun = false;
-      strip.row = task.row + row;
-      strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
-      strip.nr = (strip.rows + W - 1) / W;
-      strip.q = arena.take<T>(s.D * strip.nr * W);
+      strip.place(task, row);
+      panels[count - 1] = arena.take<Item>(Operands::query_items(s) * strip.nr * W);
       strip.mixed = arena.take<T>(s.V * strip.nr * W);
       strip.top = arena.take<T>(Lanes);
       strip.total = arena.take<T>(Lanes);
@@ -150,39 +79,26 @@ class Forward {
   }
 
   void attend() {
-    index first = task.key + task.keys, last = task.key;
+    KeyRange range(task);
     for (int i = 0; i < count; ++i) {
       strips[i].bound(plan, task);
-      if (strips[i].first < strips[i].last) {
-        first = strips[i].first < first ? strips[i].first : first;
-        last = strips[i].last > last ? strips[i].last : last;
-      }
+      range.add(strips[i]);
     }
-    const bool crowds = task.rows >= Lanes;  // enough rows to pay for a copy
-    for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
-      const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
-      k_rows = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
-      v_rows = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, crowds);
+    range.tiles([&](index from, index to, index) {
+      operands.read(task, from, to, task.rows >= Lanes);
       for (int i = 0; i < count; ++i) {
         Strip<A>& strip = strips[i];
-        const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
-        if (low >= high) continue;
+        index low, high;
+        if (!strip.clip(from, to, low, high)) continue;
         queries.clear(), outputs.clear();
         if (!strip.begun) {
           begin(i);
-          await_queries_after(strip, high - low);
+          prefetch_queries_after(strip, high - low);
         }
-        if (high == strip.last && !task.partial) await_outputs(strip);
-        const T* k = k_rows + (low - from) * k_stride;
-        const T* v = v_rows + (low - from) * v_stride;
-        if (strip.nr == A::NR)
-          mix<A::NR>(strip, low, high - low, k, v);
-        else if (strip.nr == 1)
-          mix<1>(strip, low, high - low, k, v);
-        else
-          mix<(A::NR > 2 ? 2 : 1)>(strip, low, high - low, k, v);
+        if (high == strip.last && !task.partial) prefetch_outputs(strip);
+        with_vectors<A>(strip.nr, [&](auto nr) { mix<nr.count>(strip, low, high - low); });
       }
-    }
+    });
     for (int i = 0; i < count; ++i) {
       if (!strips[i].begun) begin(i);
       task.partial ? leave(strips[i]) : finish(strips[i]);
@@ -190,14 +106,15 @@ class Forward {
   }
 
   void begin(int i) {
-    strips[i].begin(plan, task, rowwise);
+    operands.pack_queries(strips[i], task.b, rowwise, panels[i]);
+    strips[i].begin(plan.sizes.V);
     if (plan.given)
       for (int lane = 0; lane < strips[i].nr * W; ++lane)
         strips[i].top[lane] = Ending<T>::load(plan, task.b, strips[i].head[lane], strips[i].query[lane]).top;
   }
 
   // The queries of the strip that begins next, of this task or of the one that follows, while `keys` keys are scored.
-  void await_queries_after(const Strip<A>& strip, index keys) {
+  void prefetch_queries_after(const Strip<A>& strip, index keys) {
     const Task* of = &task;
     index row = strip.row + strip.rows;
     if (row >= task.row + task.rows) {
@@ -214,14 +131,14 @@ class Forward {
   }
 
   // The rows of the output that this strip is written to, while its last values are mixed.
-  void await_outputs(const Strip<A>& strip) {
+  void prefetch_outputs(const Strip<A>& strip) {
     for (int lane = 0; lane < strip.rows; ++lane)
       outputs.add(row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]));
     outputs.spread(plan.sizes.V * bytes(plan.type), plan.sizes.V / A::MR(A::NR));
   }
 
   template <int NR>
-  void mix(Strip<A>& strip, index key, index keys, const T* k, const T* v) {
+  void mix(Strip<A>& strip, index key, index keys) {
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     T* kept = strip.kept ? strip.kept + (key - strip.first) * NR * W : nullptr;
@@ -232,15 +149,16 @@ class Forward {
     const index sure = plan.plain() && key >= strip.common ? within(strip.uncommon - key, keys) : 0;  // every lane sees
     F top[NR], unsure[NR];
     for (int c = 0; c < NR; ++c) top[c] = A::all(-__builtin_inff());
-    if (sure) score<NR, 0>(strip, 0, sure, k, top);
-    bool hidden = false, poisoned = false;  // some lane does not see a key; nor a value that is not finite
+    if (sure) score<NR, 0>(strip, key, 0, sure, top);
+    bool hidden = false, poisoned = false;  // some lane does not see a key; nor, maybe, a value that is not finite
     if (sure < keys) {
-      score_clipped<NR, 0>(strip, key, sure, keys, k, unsure);
+      score_clipped<NR, 0>(strip, key, sure, keys, unsure);
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};
       hidden = adjust<A, NR>(plan, task, strip, key, sure, keys, with, scores, top);
-      poisoned = hidden && !hidden_finite(strip, key, keys, v, dense == Seen::some || plan.bias.data);
-      if (poisoned || plan.given) std::memset(visible, 0xff, sizeof(T) * static_cast<std::size_t>(sure * NR * W));
+      poisoned = hidden && !hidden_finite(strip, key, keys, dense == Seen::some || plan.bias.data);
     }
+    if constexpr (Operands::cleans) poisoned = !operands.finite_values(key, keys);
+    if (poisoned || plan.given) std::memset(visible, 0xff, sizeof(T) * static_cast<std::size_t>(sure * NR * W));
     Observer<A>* observer = plan.statistics.wanted() ? observers + (&strip - strips) : nullptr;
     if (plan.statistics.count) observer->template rank<NR>(plan.statistics, key, keys, scores, top);
     if (plan.given) {
@@ -255,12 +173,17 @@ class Forward {
     else
       weigh<NR, false>(strip, observer, key, keys, top, decay);
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
-    if (poisoned)
-      mix_seen<A, NR>(plan.sizes.V, strip.mixed, keys, scores, visible, v, v_stride, decay);
-    else if (strip.until[0] < key + keys)
-      mix_groups<NR, true>(strip, key, keys, v, decay);
+    if constexpr (!Operands::cleans)
+      if (poisoned) {
+        operands.template mix_visible<NR>(key, keys, scores, visible, strip.mixed, decay);
+        return;
+      }
+    if (strip.until[0] < key + keys)
+      mix_groups<NR, true>(strip, key, keys, decay);
     else
-      mix_groups<NR, false>(strip, key, keys, v, decay);
+      mix_groups<NR, false>(strip, key, keys, decay);
+    if constexpr (Operands::cleans)
+      if (poisoned) operands.template add_not_finite<NR>(key, keys, scores, visible, strip.mixed);
   }
 
   // n, or the nearest of 0…most.
@@ -268,9 +191,14 @@ class Forward {
 
   // Scores of the keys [from, to) of a tile for the vectors from First on; `top` becomes the largest of each lane.
   template <int NR, int First>
-  void score(const Strip<A>& strip, index from, index to, const T* k, F (&top)[NR]) {
-    ScoreGroups<A, NR, First> groups{k + from * k_stride,    k_stride, strip.q, plan.sizes.D,
-                                     scores + from * NR * W, {},       &queries};
+  void score(const Strip<A>& strip, index key, index from, index to, F (&top)[NR]) {
+    ScoreGroups<M, NR, First> groups{operands.keys(key + from),
+                                     operands.key_stride(),
+                                     panels[&strip - strips],
+                                     Operands::query_items(plan.sizes),
+                                     scores + from * NR * W,
+                                     {},
+                                     &queries};
     for (int c = First; c < NR; ++c) groups.top[c] = top[c];
     in_groups<A::MR(NR - First)>(to - from, groups);
     for (int c = First; c < NR; ++c) top[c] = groups.top[c];
@@ -278,27 +206,31 @@ class Forward {
 
   // The same, where a vector whose keys have ended is left out.
   template <int NR, int First>
-  void score_clipped(const Strip<A>& strip, index key, index from, index to, const T* k, F (&top)[NR]) {
+  void score_clipped(const Strip<A>& strip, index key, index from, index to, F (&top)[NR]) {
     const index end = within(strip.until[First] - key, to);
-    if (from < end) score<NR, First>(strip, from, end, k, top), from = end;
+    if (from < end) score<NR, First>(strip, key, from, end, top), from = end;
     if constexpr (First + 1 < NR)
-      if (from < to) score_clipped<NR, First + 1>(strip, key, from, to, k, top);
+      if (from < to) score_clipped<NR, First + 1>(strip, key, from, to, top);
   }
 
   template <int NR, bool Clipped>
-  void mix_groups(const Strip<A>& strip, index key, index keys, const T* v, const F (&decay)[NR]) {
-    MixGroups<A, NR, Clipped> into{v, v_stride, scores, keys, strip.mixed, {}, {}, &outputs};
-    for (int c = 0; c < NR; ++c) into.decay[c] = decay[c], into.until[c] = within(strip.until[c] - key, keys);
+  void mix_groups(const Strip<A>& strip, index key, index keys, const F (&decay)[NR]) {
+    const Mixing<Item> with = operands.template mixing<NR>(key, keys, scores);
+    MixGroups<M, NR, Clipped> into{with.values, with.stride, with.weights, with.depth, strip.mixed, {}, {}, &outputs};
+    for (int c = 0; c < NR; ++c) {
+      into.decay[c] = decay[c];
+      into.until[c] = Operands::items(key, within(strip.until[c] - key, keys));
+    }
     in_groups<A::MR(NR)>(plan.sizes.V, into);
   }
 
   // Whether the values of a tile that may be hidden from some lane are finite.
-  bool hidden_finite(const Strip<A>& strip, index key, index keys, const T* v, bool anywhere) {
-    const index end = key + keys, V = plan.sizes.V;
-    if (anywhere || strip.common >= strip.uncommon) return finite<A>(v, v_stride, V, keys);
+  bool hidden_finite(const Strip<A>& strip, index key, index keys, bool anywhere) const {
+    const index end = key + keys;
+    if (anywhere || strip.common >= strip.uncommon) return operands.finite_values(key, keys);
     const index before = strip.common < key ? 0 : strip.common > end ? keys : strip.common - key;
     const index after = strip.uncommon > end ? 0 : strip.uncommon < key ? keys : end - strip.uncommon;
-    return finite<A>(v, v_stride, V, before) && finite<A>(v + (keys - after) * v_stride, v_stride, V, after);
+    return operands.finite_values(key, before) && operands.finite_values(end - after, after);
   }
 
   // Scores become weights 2^((score - top) * unit); `decay` is what the older sums shrink by.
@@ -342,12 +274,7 @@ class Forward {
       return row_of(plan.out, plan.type, task.b, strip.head[lane], strip.query[lane]);
     });
     if (!strip.kept || !strip.begun) return;
-    if (strip.nr == A::NR)
-      write_weights<A::NR>(strip);
-    else if (strip.nr == 1)
-      write_weights<1>(strip);
-    else
-      write_weights<(A::NR > 2 ? 2 : 1)>(strip);
+    with_vectors<A>(strip.nr, [&](auto nr) { write_weights<nr.count>(strip); });
   }
 
   // The weights of the scores that were kept, now that the rows' sums are known: `factor` is what they end with.

@@ -1,22 +1,22 @@
 // The function table of one instruction set, for its translation unit.
 #pragma once
 
-#include "backward_keys.inl"
-#include "few.inl"
-#include "forward.inl"
-#include "kernels.h"
-#include "linear_block.inl"
-#include "linear_few.inl"
-#include "look.inl"
-#include "merge.inl"
-#include "received.inl"
+#include "core/kernels.h"
+#include "kernel/backward_keys.inl"
+#include "kernel/few.inl"
+#include "kernel/forward.inl"
+#include "kernel/linear_block.inl"
+#include "kernel/linear_few.inl"
+#include "kernel/look.inl"
+#include "kernel/merge.inl"
+#include "kernel/received.inl"
 
 namespace multihead {
 namespace {
 
 template <class A>
 index scratch_bytes(const Plan& plan) {
-  const index few = Few<A>::scratch_bytes(plan), block = Forward<A>::scratch_bytes(plan);
+  const index few = Few<OwnReader<A>>::scratch_bytes(plan), block = Forward<OwnOperands<A>>::scratch_bytes(plan);
   return few > block ? few : block;
 }
 
@@ -26,30 +26,33 @@ index backward_scratch(const Plan& plan) {
   return a > b ? a : b;
 }
 
-// clang-format off
 template <class A>
-constexpr Kernels kernels_of = {
-    Forward<A>::Lanes,
-    Few<A>::most_rows,
-    Forward<A>::block_rows,
-    scratch_bytes<A>,
-    Forward<A>::run,
-    Few<A>::run,
-    merge<A>,
-    backward_scratch<A>,
-    BackwardQueries<A>::run,
-    BackwardKeys<A>::run,
-    Look<A>::scratch_bytes,
-    Look<A>::write,
-    Look<A>::pool,
-    Received<A>::scratch_bytes,
-    Received<A>::run,
-    LinearFew<A>::scratch_bytes,
-    LinearFew<A>::run,
-    LinearBlock<A>::scratch_bytes,
-    LinearBlock<A>::run,
-};
-// clang-format on
+constexpr Kernels make_kernels() {
+  Kernels k{};
+  k.lanes = A::NR * A::W;
+  k.few = Few<OwnReader<A>>::most_rows;
+  k.block_rows = block_rows<A>;
+  k.scratch_bytes = scratch_bytes<A>;
+  k.attend_block = Forward<OwnOperands<A>>::run;
+  k.attend_few = attend_few<A>;
+  k.merge = merge<A>;
+  k.backward_scratch = backward_scratch<A>;
+  k.backward_queries = BackwardQueries<A>::run;
+  k.backward_keys = BackwardKeys<A>::run;
+  k.look_scratch = Look<A>::scratch_bytes;
+  k.look_weights = Look<A>::write;
+  k.look_map = Look<A>::pool;
+  k.received_scratch = Received<A>::scratch_bytes;
+  k.received = Received<A>::run;
+  k.linear_few_scratch = LinearFew<OwnReader<A>>::scratch_bytes;
+  k.linear_few = linear_few<A>;
+  k.linear_block_scratch = LinearBlock<OwnFactors<A>>::scratch_bytes;
+  k.linear_block = LinearBlock<OwnFactors<A>>::run;
+  return k;
+}
+
+template <class A>
+constexpr Kernels kernels_of = make_kernels<A>();
 
 }  // namespace
 }  // namespace multihead

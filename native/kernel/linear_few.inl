@@ -4,8 +4,8 @@
 
 #include <cstring>
 
-#include "dots.inl"
-#include "kernels.h"
+#include "core/kernels.h"
+#include "kernel/dots.inl"
 
 namespace multihead {
 namespace {
@@ -16,94 +16,132 @@ constexpr int outputs_together = R == 4 && A::W < 16 ? 3
                                  : A::W / R > 1      ? A::W / R
                                                      : 2;
 
-// A few rows of x side by side in scratch, padded with zeros to whole vectors; behind three of them a row of zeros, for
-// they are read as four.
-template <class T>
-struct LaidRows {
-  T* data;
+// A few rows of x packed side by side in scratch, padded with zeros to whole vectors; behind three of them a row of
+// zeros, for they are read as four.
+template <class Kept>
+struct PackedRows {
+  Kept* data;
   index step;
 
-  LaidRows(const Linear& linear, void* scratch) : data(static_cast<T*>(scratch)), step(step_of(linear.inputs)) {}
+  PackedRows(const Linear& linear, void* scratch) : data(static_cast<Kept*>(scratch)), step(step_of(linear.inputs)) {}
 
-  // Rows whole pages apart would crowd each other, and those of W, out of the cache: 5 lines apart, modulo 16.
+  // Rows whole pages apart would evict each other, and those of W, from the cache: 5 lines apart, modulo 16.
   static index step_of(index width) {
-    constexpr index line = 64 / sizeof(T);
+    constexpr index line = 64 / sizeof(Kept);
     const index lines = (width + line - 1) / line;
     return line * (lines + (21 - lines % 16) % 16);
   }
 
   static index bytes(const Linear& linear) {
-    return (linear.rows + 1) * step_of(linear.inputs) * static_cast<index>(sizeof(T));
+    return (linear.rows + 1) * step_of(linear.inputs) * static_cast<index>(sizeof(Kept));
   }
 
   void fill(const Linear& linear) {
     const std::size_t used = static_cast<std::size_t>(linear.inputs), padded = static_cast<std::size_t>(step);
     for (index i = 0; i < linear.rows; ++i) {
-      const T* from = static_cast<const T*>(linear.x) + i / linear.batch_rows * linear.x_batch +
-                      i % linear.batch_rows * linear.x_row;
-      std::memcpy(data + i * step, from, sizeof(T) * used);
-      std::memset(data + i * step + used, 0, sizeof(T) * (padded - used));
+      const void* from = x_row(linear, i);
+      if constexpr (sizeof(Kept) == 2)
+        std::memcpy(data + i * step, from, sizeof(Kept) * used);
+      else
+        widen(from, linear.x_type, linear.inputs, data + i * step);
+      std::memset(data + i * step + used, 0, sizeof(Kept) * (padded - used));
     }
-    if (linear.rows % 4 == 3) std::memset(data + linear.rows * step, 0, sizeof(T) * padded);
+    if (linear.rows % 4 == 3) std::memset(data + linear.rows * step, 0, sizeof(Kept) * padded);
   }
 };
 
+// The first `count` of N numbers of each row, rows `step` bytes apart.
+template <int R, int N, class Number>
+inline void put(const Number (&from)[R * N], index rows, index count, char* to, index step) {
+  for (index r = 0; r < rows; ++r)
+    if (count == N)
+      std::memcpy(to + r * step, from + r * N, sizeof(Number) * N);
+    else
+      std::memcpy(to + r * step, from + r * N, sizeof(Number) * static_cast<std::size_t>(count));
+}
+
 // Outputs [first, last) of rows [row, row + R) of x.
-template <class A, int R>
-void linear_rows(const Linear& linear, const LaidRows<typename A::T>& laid, index first, index last, index row) {
+template <class Reader, int R>
+void linear_rows(const Linear& linear, const PackedRows<typename Reader::Kept>& packed, index first, index last,
+                 index row) {
+  using A = typename Reader::A;
   using T = typename A::T;
+  using Number = typename Reader::Number;
   constexpr int N = outputs_together<A, R>;
-  const T* weight = static_cast<const T*>(linear.weight);
-  const T* bias = static_cast<const T*>(linear.bias);
-  const T* x = laid.data + row * laid.step;
-  T* y = static_cast<T*>(linear.y) + row * linear.y_row;
+  constexpr bool own = sizeof(Number) == sizeof(T);
+  const auto* weight = static_cast<const Number*>(linear.weight);
+  const auto* bias = static_cast<const Number*>(linear.bias);
+  const auto* x = packed.data + row * packed.step;
   const index rows = linear.rows - row < R ? linear.rows - row : R;
-  // The next rows are asked for in the order they lie in memory, where one lies behind the other.
+  const index size = own ? sizeof(T) : bytes(linear.x_type);
+  char* y = static_cast<char*>(linear.y) + row * linear.y_row * size;
+  // The next rows are prefetched in the order they lie in memory, where one lies behind the other.
   const bool dense = linear.weight_row == linear.inputs;
   for (index o = first; o < last; o += N) {
-    const T* from[N];
+    const Number* from[N];
     for (int i = 0; i < N; ++i) from[i] = weight + (o + i < last ? o + i : last - 1) * linear.weight_row;
-    const T* next = weight + (o + N) * linear.weight_row;
-    const Ahead<T> ahead{next, dense ? N : 1, dense ? A::W : linear.weight_row};
+    const Number* next = weight + (o + N) * linear.weight_row;
+    const Ahead<Number> ahead{next, dense ? N : 1, dense ? index(Reader::step) : linear.weight_row};
     T sums[R * N];
-    dots<A, N, R>(from, x, laid.step, linear.inputs, ahead, sums);
-    for (index r = 0; r < rows; ++r)
-      for (int i = 0; i < N && o + i < last; ++i)
-        y[r * linear.y_row + o + i] = sums[r * N + i] + (bias ? bias[o + i] : T(0));
+    dots<Reader, N, R>(from, x, packed.step, linear.inputs, ahead, sums);
+    const index count = last - o < N ? last - o : N;
+    if (bias)
+      for (int i = 0; i < count; ++i)
+        for (int r = 0; r < R; ++r) sums[r * N + i] += Reader::number(bias[o + i]);
+    if (own || stored_as<T>(linear.x_type)) {
+      put<R, N>(sums, rows, count, y + o * size, linear.y_row * size);
+    } else {
+      Half halves[R * N];
+      narrow(sums, linear.x_type, R * N, halves);
+      put<R, N>(halves, rows, count, y + o * size, linear.y_row * size);
+    }
   }
 }
 
-template <class A>
+template <class Reader>
 class LinearFew {
  public:
-  using T = typename A::T;
+  using A = typename Reader::A;
+  using Rows = PackedRows<typename Reader::Kept>;
 
-  static index scratch_bytes(const Linear& linear) { return LaidRows<T>::bytes(linear); }
+  static index scratch_bytes(const Linear& linear) { return Rows::bytes(linear); }
 
-  // Outputs [first, last) of every row. `laid`: x lies in `scratch` already. A short run of weight rows stays in the
+  // Outputs [first, last) of every row. `packed`: x lies in `scratch` already. A short run of weight rows stays in the
   // cache while the rows of x pass.
-  static void run(const Linear& linear, index, index first, index last, bool laid, void* scratch) {
-    LaidRows<T> x(linear, scratch);
-    if (!laid) x.fill(linear);
+  static void run(const Linear& linear, index, index first, index last, bool packed, void* scratch) {
+    Rows x(linear, scratch);
+    if (!packed) x.fill(linear);
     const index run = linear.rows <= 4 ? last - first : 4 * outputs_together<A, 4>;
     for (index o = first; o < last; o += run) {
       const index end = o + run < last ? o + run : last;
       for (index row = 0; row < linear.rows;) {
         const index left = linear.rows - row;
         if (left >= 3) {
-          linear_rows<A, 4>(linear, x, o, end, row);
+          linear_rows<Reader, 4>(linear, x, o, end, row);
           row += 4;
         } else if (left == 2) {
-          linear_rows<A, 2>(linear, x, o, end, row);
+          linear_rows<Reader, 2>(linear, x, o, end, row);
           row += 2;
         } else {
-          linear_rows<A, 1>(linear, x, o, end, row);
+          linear_rows<Reader, 1>(linear, x, o, end, row);
           row += 1;
         }
       }
     }
   }
 };
+
+// By the type of the weights.
+template <class A>
+void linear_few(const Linear& linear, index row, index first, index last, bool packed, void* scratch) {
+  if constexpr (sizeof(typename A::T) == 4) {
+    if (linear.type == Type::bf16)
+      return LinearFew<HalfReader<A, Type::bf16>>::run(linear, row, first, last, packed, scratch);
+    if (linear.type == Type::f16)
+      return LinearFew<HalfReader<A, Type::f16>>::run(linear, row, first, last, packed, scratch);
+  }
+  LinearFew<OwnReader<A>>::run(linear, row, first, last, packed, scratch);
+}
 
 }  // namespace
 }  // namespace multihead

@@ -2,7 +2,10 @@
 // Queries lie in lanes, as in the forward pass, so that a score is the same number there and here.
 #pragma once
 
-#include "forward.inl"
+#include "kernel/blocks.inl"
+#include "kernel/groups.inl"
+#include "kernel/scores.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
@@ -18,8 +21,8 @@ class Look {
   // `bins`: rows of the picture that a task may have.
   static index scratch_bytes(const Looking& look, index bins) {
     const Sizes& s = look.plan.sizes;
-    const index strips = Forward<A>::block_rows(s) / Lanes;
-    const index numbers = strips * Lanes * (s.D + 2) + tile_keys * (3 * Lanes + s.D) + W * Forward<A>::row_width(s);
+    const index strips = block_rows<A>(s) / Lanes;
+    const index numbers = strips * Lanes * (s.D + 2) + tile_keys * (3 * Lanes + s.D) + W * row_width(s);
     return numbers * static_cast<index>(sizeof(T)) + strips * static_cast<index>(sizeof(Strip<A>)) +
            bins * s.group() * look.width * 8 + (3 * strips + 8) * 64;
   }
@@ -57,11 +60,11 @@ class Look {
         down{plan.sizes.Q, l.height},
         across{plan.sizes.K, l.width} {
     const Sizes& s = plan.sizes;
-    const index most = Forward<A>::block_rows(s);
+    const index most = block_rows<A>(s);
     scores = arena.take<T>(tile_keys * Lanes);
     staged = arena.take<T>(tile_keys * Lanes);
     visible = arena.take<T>(tile_keys * Lanes);
-    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    rowwise = arena.take<T>(W * row_width(s));
     k_copy = arena.take<T>(tile_keys * s.D);
     strips = arena.take<Strip<A>>(most / Lanes);
     ones = arena.take<T>(Lanes);
@@ -75,7 +78,7 @@ class Look {
     low_bin = from, high_bin = to;
     picture = arena.take<double>(numbers);
     std::memset(picture, 0, sizeof(double) * numbers);
-    const index last = down.last(to - 1) * group, most = Forward<A>::block_rows(plan.sizes);
+    const index last = down.last(to - 1) * group, most = block_rows<A>(plan.sizes);
     for (index row = down.first(from) * group; row < last; row += most)
       sweep({b, g, row, last - row < most ? last - row : most, 0, plan.sizes.K, nullptr});
     const double* sum = picture;
@@ -91,40 +94,31 @@ class Look {
 
   // Every weight of the task's rows and keys that may be seen, a tile at a time.
   void sweep(const Task& task) {
-    index first = task.key + task.keys, last = task.key;
+    KeyRange range(task);
     int count = 0;
     for (index row = 0; row < task.rows; row += Lanes) {
       Strip<A>& strip = strips[count];
-      strip.row = task.row + row;
-      strip.rows = static_cast<int>(task.rows - row < Lanes ? task.rows - row : Lanes);
-      strip.nr = (strip.rows + W - 1) / W;
+      strip.place(task, row);
       strip.q = panels + count++ * Lanes * (plan.sizes.D + 1);
       strip.top = strip.q + Lanes * plan.sizes.D;
       strip.bound(plan, task);
       if (strip.first >= strip.last) continue;
-      first = strip.first < first ? strip.first : first;
-      last = strip.last > last ? strip.last : last;
+      range.add(strip);
       strip.pack(plan.q, plan.type, b, plan.sizes.D, rowwise, strip.q);
       for (int lane = 0; lane < strip.nr * W; ++lane)
         strip.top[lane] = Ending<T>::load(plan, b, strip.head[lane], strip.query[lane]).top;
     }
-    const bool crowds = task.rows >= Lanes;
-    for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
-      const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
-      const T* k = rows_of(plan.k, plan, b, g, plan.sizes.D, from, to - from, k_copy, k_stride, crowds);
+    const bool may_copy = task.rows >= Lanes;
+    range.tiles([&](index from, index to, index) {
+      const T* k = rows_of(plan.k, plan, b, g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
       for (int i = 0; i < count; ++i) {
         const Strip<A>& strip = strips[i];
-        const index low = strip.first > from ? strip.first : from, high = strip.last < to ? strip.last : to;
-        if (low >= high) continue;
+        index low, high;
+        if (!strip.clip(from, to, low, high)) continue;
         const T* keys = k + (low - from) * k_stride;
-        if (strip.nr == A::NR)
-          see<A::NR>(task, strip, low, high - low, keys);
-        else if (strip.nr == 1)
-          see<1>(task, strip, low, high - low, keys);
-        else
-          see<(A::NR > 2 ? 2 : 1)>(task, strip, low, high - low, keys);
+        with_vectors<A>(strip.nr, [&](auto nr) { see<nr.count>(task, strip, low, high - low, keys); });
       }
-    }
+    });
   }
 
   template <int NR>
@@ -132,7 +126,7 @@ class Look {
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
-    products<A, NR>(k, k_stride, keys, strip.q, plan.sizes.D, scores);
+    products<OwnType<A>, NR>(k, k_stride, keys, strip.q, plan.sizes.D, scores);
     bool hidden = false;
     if (!plan.plain() || key < strip.common || key + keys > strip.uncommon) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};

@@ -1,8 +1,8 @@
 // Split keys: the sums of the parts become one row, always in the order of the keys.
 #pragma once
 
-#include "strip.inl"
-#include "weights.inl"
+#include "kernel/strip.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {

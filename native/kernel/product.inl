@@ -1,41 +1,54 @@
-// The one micro-kernel: C[m][L] from A(i,k) B[k][L], L = NR*W lanes. A is read number by number with any strides (keys
-// and values as they lie in memory), B is a packed panel of lanes (queries or weights).
+// The one micro-kernel: C[m][L] from A(i,k) B[k][L], L = NR*W lanes. A is read Item by Item with any strides (keys and
+// values as they lie in memory), B is a packed panel of lanes (queries or weights), C has the accumulators' type.
 #pragma once
 
-#include "lanes.h"
-#include "plan.h"
+#include "core/plan.h"
+#include "isa/lanes.h"
 
 namespace multihead {
 namespace {
 
-// Adds to the sums of MR rows, held in registers, over k in [from, to) and the vectors from First on. UnitK: A is
-// contiguous along k, else along i.
-template <class A, int MR, int NR, bool UnitK, int First = 0>
-inline __attribute__((always_inline)) void accumulate_more(const typename A::T* a, index stride, const typename A::T* b,
-                                                           index from, index to, typename A::F (&sum)[MR][NR]) {
-  using F = typename A::F;
+// What a product multiplies and sums, where all is of one type. An Item is what is read from memory at a time, and a
+// lane of a panel; an instruction that adds up products of pairs has pairs of numbers for Items, and floats for sums.
+template <class Arch>
+struct OwnType {
+  using A = Arch;
+  using Item = typename A::T;
+  using Vector = typename A::F;  // of Items
+  static Vector load(const Item* p) { return A::load(p); }
+  static Vector all(const Item* p) { return A::all(*p); }
+  static typename A::F multiply_add(Vector x, Vector y, typename A::F sum) { return A::fma(x, y, sum); }
+};
+
+// Adds to the sums of MR rows, held in registers, over k in [from, to) and the vectors from First on. UnitK: the rows
+// are contiguous along k, else along i. Strides and depths count Items.
+template <class M, int MR, int NR, bool UnitK, int First = 0>
+inline __attribute__((always_inline)) void accumulate_more(const typename M::Item* a, index stride,
+                                                           const typename M::Item* b, index from, index to,
+                                                           typename M::A::F (&sum)[MR][NR]) {
 #pragma GCC unroll 4
   for (index k = from; k < to; ++k) {
-    F column[NR];
+    typename M::Vector column[NR];
 #pragma GCC unroll 4
-    for (int c = First; c < NR; ++c) column[c] = A::load(b + (k * NR + c) * A::W);
+    for (int c = First; c < NR; ++c) column[c] = M::load(b + (k * NR + c) * M::A::W);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; ++i) {
-      const F x = A::all(UnitK ? a[i * stride + k] : a[k * stride + i]);
+      const typename M::Vector x = M::all(UnitK ? a + i * stride + k : a + k * stride + i);
 #pragma GCC unroll 4
-      for (int c = First; c < NR; ++c) sum[i][c] = A::fma(x, column[c], sum[i][c]);
+      for (int c = First; c < NR; ++c) sum[i][c] = M::multiply_add(x, column[c], sum[i][c]);
     }
   }
 }
 
-template <class A, int MR, int NR, bool UnitK, int First = 0>
-inline __attribute__((always_inline)) void accumulate(const typename A::T* a, index stride, const typename A::T* b,
-                                                      index depth, typename A::F (&sum)[MR][NR]) {
+template <class M, int MR, int NR, bool UnitK, int First = 0>
+inline __attribute__((always_inline)) void accumulate(const typename M::Item* a, index stride,
+                                                      const typename M::Item* b, index depth,
+                                                      typename M::A::F (&sum)[MR][NR]) {
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
-    for (int c = First; c < NR; ++c) sum[i][c] = typename A::F{};
-  accumulate_more<A, MR, NR, UnitK, First>(a, stride, b, 0, depth, sum);
+    for (int c = First; c < NR; ++c) sum[i][c] = typename M::A::F{};
+  accumulate_more<M, MR, NR, UnitK, First>(a, stride, b, 0, depth, sum);
 }
 
 // Runs fn.template group<MR>(first) over `count` rows in groups of at most Most, the last ones evened out so that no
@@ -78,34 +91,6 @@ inline __attribute__((always_inline)) void in_groups(index count, Fn&& fn) {
     }
     i += take;
   }
-}
-
-template <class A, int NR>
-struct ProductGroups {
-  const typename A::T* rows;
-  index stride;
-  const typename A::T* panel;
-  index depth;
-  typename A::T* to;
-
-  template <int MR>
-  inline __attribute__((always_inline)) void group(index i) {
-    typename A::F sum[MR][NR];
-    accumulate<A, MR, NR, true>(rows + i * stride, stride, panel, depth, sum);
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < NR; ++c) A::store(to + ((i + r) * NR + c) * A::W, sum[r][c]);
-  }
-};
-
-// to[count][lanes] = rows . panel. A function of its own: where it is inlined among other loops, the compiler gives
-// registers to their constants and spills the sums, which took half as long again.
-template <class A, int NR>
-__attribute__((noinline)) void products(const typename A::T* rows, index stride, index count,
-                                        const typename A::T* panel, index depth, typename A::T* to) {
-  ProductGroups<A, NR> groups{rows, stride, panel, depth, to};
-  in_groups<A::MR(NR)>(count, groups);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Queries that pass by while keys lie in lanes: a tile of them at a time, with the keys each one sees.
+// Tiles of queries, for passes that have keys in lanes: a tile at a time, with the keys each query sees.
 #pragma once
 
-#include "scores.inl"
-#include "tile.inl"
+#include "kernel/scores.inl"
+#include "kernel/tile.inl"
 
 namespace multihead {
 namespace {
@@ -10,14 +10,14 @@ namespace {
 constexpr index tile_rows = tile_keys;
 
 // Some queries of one head, side by side in memory.
-struct Passing {
+struct QueryRun {
   index head, query, count;
   const index *start, *stop;
   bool ragged;  // some query does not see some key
 };
 
 // The bounds of a tile of queries, and which of them see something of a strip of keys.
-struct PassingTile {
+struct QueryTile {
   index head, query, rows;
   index start[tile_rows], stop[tile_rows];
 
@@ -36,7 +36,7 @@ struct PassingTile {
   }
 
   // The queries from the first to the last that sees some of the keys [low, high); none: count 0.
-  Passing over(index low, index high) const {
+  QueryRun over(index low, index high) const {
     const auto misses = [&](index r) { return start[r] >= high || stop[r] <= low || start[r] >= stop[r]; };
     index first = 0, last = rows;
     while (first < last && misses(first)) ++first;
@@ -47,11 +47,10 @@ struct PassingTile {
   }
 };
 
-// Lays a strip's lanes over keys [key, key + rows): query[lane] is the key, beyond the last one that again.
+// Assigns a strip's lanes to keys [key, key + rows): query[lane] is the key, beyond the last one that again.
 template <class A>
 void over_keys(Strip<A>& strip, index g, index key, index rows) {
-  strip.rows = static_cast<int>(rows);
-  strip.nr = (strip.rows + A::W - 1) / A::W;
+  strip.resize(rows);
   for (int lane = 0; lane < strip.nr * A::W; ++lane) {
     strip.query[lane] = key + (lane < strip.rows ? lane : strip.rows - 1);
     strip.head[lane] = g;

@@ -1,9 +1,11 @@
-// How much attention the keys of a block receive: keys in lanes, and the queries of each head of the group pass by, so
-// that a sum runs in the order of the queries, whatever the threads.
+// How much attention the keys of a block receive: keys in lanes, and the queries of each head of the group, a tile at a
+// time, so that a sum runs in the order of the queries, whatever the threads.
 #pragma once
 
-#include "forward.inl"
-#include "passing.inl"
+#include "kernel/blocks.inl"
+#include "kernel/groups.inl"
+#include "kernel/query_tile.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
@@ -19,8 +21,8 @@ class Received {
 
   static index scratch_bytes(const Looking& look) {
     const Sizes& s = look.plan.sizes;
-    const index strips = Forward<A>::block_rows(s) / Lanes;
-    const index numbers = strips * Lanes * s.D + tile_rows * (Lanes + s.D) + W * Forward<A>::row_width(s);
+    const index strips = block_rows<A>(s) / Lanes;
+    const index numbers = strips * Lanes * s.D + tile_rows * (Lanes + s.D) + W * row_width(s);
     return numbers * static_cast<index>(sizeof(T)) + strips * (Lanes * 8 + static_cast<index>(sizeof(Piece))) +
            (2 * strips + 4) * 64;
   }
@@ -48,14 +50,14 @@ class Received {
     const Sizes& s = plan.sizes;
     Arena arena{static_cast<char*>(scratch)};
     scores = arena.take<T>(tile_rows * Lanes);
-    rowwise = arena.take<T>(W * Forward<A>::row_width(s));
+    rowwise = arena.take<T>(W * row_width(s));
     q_copy = arena.take<T>(tile_rows * s.D);
-    pieces = arena.take<Piece>(Forward<A>::block_rows(s) / Lanes);
+    pieces = arena.take<Piece>(block_rows<A>(s) / Lanes);
     unit = score_unit<T>(plan);
     for (index key = 0; key < task.keys; key += Lanes) {
       Piece& piece = pieces[count++];
       piece.key = task.key + key;
-      over_keys(piece.strip, task.g, piece.key, task.keys - key < Lanes ? task.keys - key : Lanes);
+      over_keys(piece.strip, task.g, piece.key, task.keys - key);
       piece.k = arena.take<T>(s.D * piece.strip.nr * W);
       piece.sum = arena.take<double>(Lanes);
       piece.strip.pack(plan.k, plan.type, task.b, s.D, rowwise, piece.k);
@@ -64,7 +66,7 @@ class Received {
 
   void sweep() {
     const Sizes& s = plan.sizes;
-    PassingTile rows;
+    QueryTile rows;
     for (index h = task.g * s.group(); h < (task.g + 1) * s.group(); ++h) {
       for (int i = 0; i < count; ++i) std::memset(pieces[i].sum, 0, sizeof(double) * Lanes);
       for (index tile = 0; tile < s.Q; tile += tile_rows) {
@@ -72,15 +74,10 @@ class Received {
         const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, task.keys >= Lanes);
         for (int i = 0; i < count; ++i) {
           Piece& piece = pieces[i];
-          const Passing part = rows.over(piece.key, piece.key + piece.strip.rows);
+          const QueryRun part = rows.over(piece.key, piece.key + piece.strip.rows);
           if (!part.count) continue;
           const T* from = q + (part.query - tile) * q_stride;
-          if (piece.strip.nr == A::NR)
-            add<A::NR>(piece, part, from);
-          else if (piece.strip.nr == 1)
-            add<1>(piece, part, from);
-          else
-            add<(A::NR > 2 ? 2 : 1)>(piece, part, from);
+          with_vectors<A>(piece.strip.nr, [&](auto nr) { add<nr.count>(piece, part, from); });
         }
       }
       T* out = static_cast<T*>(look.received) + (task.b * s.H + h) * s.K;
@@ -91,8 +88,8 @@ class Received {
   }
 
   template <int NR>
-  void add(Piece& piece, const Passing& rows, const T* q) {
-    products<A, NR>(q, q_stride, rows.count, piece.k, plan.sizes.D, scores);
+  void add(Piece& piece, const QueryRun& rows, const T* q) {
+    products<OwnType<A>, NR>(q, q_stride, rows.count, piece.k, plan.sizes.D, scores);
     for (index from = 0; from < rows.count; from += stretch) {
       const index to = from + stretch < rows.count ? from + stretch : rows.count;
       F sum[NR];
@@ -110,7 +107,7 @@ class Received {
   // The weights of queries [from, to) of a tile, added up lane by lane. `Adjusts`: the scores are not yet what the
   // softmax sees.
   template <int NR, bool Adjusts>
-  inline __attribute__((always_inline)) void add_rows(const Piece& piece, const Passing& rows, index from, index to,
+  inline __attribute__((always_inline)) void add_rows(const Piece& piece, const QueryRun& rows, index from, index to,
                                                       F (&sum)[NR]) {
     const PowersOfTwo<A> weight_of(unit);
     const F none = A::all(-__builtin_inff());

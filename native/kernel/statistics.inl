@@ -4,8 +4,8 @@
 
 #include <math.h>
 
-#include "tile.inl"
-#include "weights.inl"
+#include "kernel/tile.inl"
+#include "kernel/weights.inl"
 
 namespace multihead {
 namespace {

@@ -1,10 +1,43 @@
 // A strip: up to NR*W query rows side by side in vector lanes, with what they have summed so far.
 #pragma once
 
-#include "convert.inl"
+#include "kernel/convert.inl"
 
 namespace multihead {
 namespace {
+
+// A number of vectors that the compiler knows.
+template <int N>
+struct Vectors {
+  static constexpr int count = N;
+};
+
+// Calls fn(Vectors<nr>) for the nr vectors that a strip has: NR of them, or of its last rows fewer.
+template <class A, class Fn>
+inline __attribute__((always_inline)) void with_vectors(int nr, Fn&& fn) {
+  if (nr == A::NR)
+    fn(Vectors<A::NR>());
+  else if (nr == 1)
+    fn(Vectors<1>());
+  else
+    fn(Vectors<(A::NR > 2 ? 2 : 1)>());
+}
+
+// W rows of `width` numbers turned into to[width][lanes], of which they are a vector.
+template <class A>
+void pack_vector(const typename A::T* const (&rows)[A::W], index width, index lanes, typename A::T* to) {
+  typename A::F block[A::W];
+  index d = 0;
+  for (; d + A::W <= width; d += A::W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < A::W; ++i) block[i] = A::load(rows[i] + d);
+    A::transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < A::W; ++i) A::store(to + (d + i) * lanes, block[i]);
+  }
+  for (; d < width; ++d)
+    for (int i = 0; i < A::W; ++i) std::memcpy(to + d * lanes + i, rows[i] + d, sizeof(*to));
+}
 
 template <class A>
 struct Strip {
@@ -22,11 +55,29 @@ struct Strip {
   index until[A::NR];      // keys from here on are seen by no lane of this vector, nor of those before it
   index query[Lanes], head[Lanes];
   Int start[Lanes], stop[Lanes];
-  T* q;      // (D, lanes)
+  T* q;      // (D, lanes), but for the forward pass, whose operands may be of another type
   T* mixed;  // (V, lanes): sum of weight times value, not yet normalised
   T* top;    // (lanes): the largest score, whose weight is 1 until the row ends; -inf while nothing is seen
   T* total;  // (lanes): sum of the weights
   T* kept;   // (keys, lanes): the scores from key `first` on, where weights are wanted; or null
+
+  // Makes it the strip of the task's rows from task.row + offset on.
+  void place(const Task& task, index offset) {
+    row = task.row + offset;
+    resize(task.rows - offset);
+  }
+
+  // So many rows, or as many of them as there are lanes.
+  void resize(index count) {
+    rows = static_cast<int>(count < Lanes ? count : Lanes);
+    nr = (rows + W - 1) / W;
+  }
+
+  // What of the keys [from, to) some lane sees lies in [low, high); false where that is nothing.
+  bool clip(index from, index to, index& low, index& high) const {
+    low = first > from ? first : from, high = last < to ? last : to;
+    return low < high;
+  }
 
   // Which query and head each lane is, and which of the task's keys it sees.
   void bound(const Plan& plan, const Task& task) {
@@ -52,12 +103,11 @@ struct Strip {
     if (first >= last) first = last = low;
   }
 
-  // Lays the queries in lanes and empties the sums.
-  void begin(const Plan& plan, const Task& task, T* rowwise) {
+  // Empties the sums.
+  void begin(index V) {
     const index lanes = nr * W;
-    pack(plan.q, plan.type, task.b, plan.sizes.D, rowwise, q);
     begun = true;
-    std::memset(mixed, 0, sizeof(T) * plan.sizes.V * lanes);
+    std::memset(mixed, 0, sizeof(T) * V * lanes);
     for (int lane = 0; lane < lanes; ++lane) top[lane] = -__builtin_inff(), total[lane] = 0;
   }
 
@@ -76,17 +126,7 @@ struct Strip {
           source[i] = rowwise + i * width;
         }
       }
-      F block[W];
-      index d = 0;
-      for (; d + W <= width; d += W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) block[i] = A::load(source[i] + d);
-        A::transpose(block);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) A::store(to + (d + i) * lanes + c * W, block[i]);
-      }
-      for (; d < width; ++d)
-        for (int i = 0; i < W; ++i) to[d * lanes + c * W + i] = source[i][d];
+      pack_vector<A>(source, width, lanes, to + c * W);
     }
   }
 

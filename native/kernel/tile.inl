@@ -1,7 +1,7 @@
 // Tiles of keys and values, and the scratch memory they are copied to.
 #pragma once
 
-#include "convert.inl"
+#include "kernel/convert.inl"
 
 namespace multihead {
 namespace {
@@ -21,15 +21,40 @@ struct Arena {
 // is a function of the row's own keys.
 constexpr index tile_keys = 128;
 
+// Keys that some strip of a task sees.
+struct KeyRange {
+  index first, last;
+
+  explicit KeyRange(const Task& task) : first(task.key + task.keys), last(task.key) {}
+
+  template <class Strip>
+  void add(const Strip& strip) {
+    if (strip.first >= strip.last) return;
+    first = strip.first < first ? strip.first : first;
+    last = strip.last > last ? strip.last : last;
+  }
+
+  // Calls fn(from, to, i) for the keys [from, to) of the i-th tile of the range.
+  template <class Fn>
+  inline __attribute__((always_inline)) void tiles(Fn&& fn) const {
+    index i = 0;
+    for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys, ++i)
+      fn(tile > first ? tile : first, tile + tile_keys < last ? tile + tile_keys : last, i);
+  }
+};
+
+// Rows so many bytes apart share few sets of the cache.
+constexpr index far_apart = 2048;
+
 // Rows [from, from + count) of a head's keys or values as T: as they lie, or copied where they are of another type, or,
-// if `crowds`, where a long row stride would crowd them into few cache sets.
+// if they `may_copy`, where a long row stride would put them all into few cache sets.
 template <class T>
 const T* rows_of(const View& view, const Plan& plan, index b, index head, index width, index from, index count, T* copy,
-                 index& stride, bool crowds) {
+                 index& stride, bool may_copy) {
   const char* at = row_of(view, plan.type, b, head, from);
-  const index step = view.row * bytes(plan.type), far = 2048;
-  crowds = crowds && width * static_cast<index>(sizeof(T)) < step && (step >= far || step <= -far);
-  if (stored_as<T>(plan.type) && !crowds) {
+  const index step = view.row * bytes(plan.type);
+  may_copy = may_copy && width * static_cast<index>(sizeof(T)) < step && (step >= far_apart || step <= -far_apart);
+  if (stored_as<T>(plan.type) && !may_copy) {
     stride = view.row;
     return reinterpret_cast<const T*>(at);
   }

@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "strip.inl"
+#include "kernel/strip.inl"
 
 namespace multihead {
 namespace {

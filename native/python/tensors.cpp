@@ -1,6 +1,6 @@
-// Reads torch's objects as they are, without running any Python: what the kernel has pushed out of the caches makes
-// every line of Python several times as long as it is in a loop by itself.
-#include "torch_layer.h"
+// The only file that knows how torch's objects are made. Where torch lets them be read in C no Python runs: what the
+// kernel has pushed out of the caches makes every line of Python several times as long as it is in a loop by itself.
+#include "python/tensors.h"
 
 #include <nanobind/ndarray.h>
 
@@ -11,8 +11,6 @@ namespace nb = nanobind;
 namespace multihead {
 namespace {
 
-using Tensor = nb::dlpack::dltensor;
-
 // The functions that torch offers for exchanging tensors in C, by DLPack's specification of version 1.
 struct Exchange {
   struct {
@@ -20,7 +18,7 @@ struct Exchange {
   } version;
   const Exchange* older;
   void *allocate, *give, *take;
-  int (*describe)(void* tensor, Tensor* description);  // 0, or -1 with an error set
+  int (*describe)(void* tensor, nb::dlpack::dltensor* description);  // 0, or -1 with an error set
   void* stream;
 };
 
@@ -30,170 +28,218 @@ PyTypeObject* type(const char* module, const char* text) {
   return reinterpret_cast<PyTypeObject*>(nb::object(nb::module_::import_(module).attr(text)).release().ptr());
 }
 
+constexpr const char* dtype_names[] = {"float32", "float64", "bfloat16", "float16", "bool", "int32", "int64"};
+constexpr index sizes_in_bytes[] = {4, 8, 2, 2, 1, 4, 8};
+
 struct Torch {
   PyTypeObject *tensor = type("torch", "Tensor"), *parameter = type("torch.nn", "Parameter");
   PyTypeObject* linear = type("torch.nn", "Linear");
   PyTypeObject* out_proj = type("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear");  // it only says so
+  PyObject* dtypes[7];                                                                          // by Number
+  PyObject* strided = nb::object(nb::module_::import_("torch").attr("strided")).release().ptr();
   const Exchange* exchange = nullptr;
+  PyObject *requires_grad = name("requires_grad"), *is_neg = name("is_neg"), *storage = name("untyped_storage"),
+           *nbytes = name("nbytes"), *storage_offset = name("storage_offset"), *contiguous = name("contiguous"),
+           *to = name("to"), *dtype = name("dtype"), *is_cpu = name("is_cpu"), *layout = name("layout"),
+           *shape = name("shape"), *is_zerotensor = name("_is_zerotensor"), *stride = name("stride"),
+           *data_ptr = name("data_ptr");
   // Of a module: what must be empty, and what must not be there at all.
   PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                         name("_backward_pre_hooks")};
   PyObject *forward = name("forward"), *weight = name("weight"), *bias = name("bias");
   PyObject* own[3] = {forward, weight, bias};
   PyObject* parameters = name("_parameters");
-  PyObject* original = nullptr;  // nn.Linear's forward, as it was when torch was met
-  PyObject* projections[4] = {name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj")};
+  PyObject* original = nullptr;  // nn.Linear's forward, as it was when torch was first read
 
-  Torch() {
+  explicit Torch(bool in_c) {
     original = PyDict_GetItemWithError(linear->tp_dict, forward);
     Py_XINCREF(original);
+    for (int i = 0; i < 7; ++i)
+      dtypes[i] = nb::object(nb::module_::import_("torch").attr(dtype_names[i])).release().ptr();
     const nb::object capsule =
         nb::getattr(nb::handle(reinterpret_cast<PyObject*>(tensor)), "__dlpack_c_exchange_api__", nb::none());
-    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
+    if (!in_c || !PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
     exchange = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     while (exchange && exchange->version.major > 1) exchange = exchange->older;
     if (exchange && (exchange->version.major != 1 || !exchange->describe)) exchange = nullptr;
   }
-
-  // Whether a tensor is of fp32, on the CPU, and contiguous along its last axis.
-  bool describe(PyObject* object, Tensor& to) const {
-    if (exchange->describe(object, &to)) {  // sparse, say
-      PyErr_Clear();
-      return false;
-    }
-    const bool fp32 = to.dtype == nb::dtype<float>(), cpu = to.device.device_type == nb::device::cpu::value;
-    if (!fp32 || !cpu || to.ndim < 1 || !to.strides) return false;
-    to.data = static_cast<char*>(to.data) + to.byte_offset;
-    return to.strides[to.ndim - 1] == 1 || to.shape[to.ndim - 1] == 1;
-  }
-
-  // Rows (N, width) or (B, N, width).
-  bool rows(nb::handle object, index width, Tensor& to) const {
-    if (Py_TYPE(object.ptr()) != tensor || !describe(object.ptr(), to)) return false;
-    return (to.ndim == 2 || to.ndim == 3) && to.shape[to.ndim - 1] == width;
-  }
-
-  // The weight and the bias, or null, of an nn.Linear that only multiplies and adds. Its dictionary in place of its
-  // attributes: looking those up could run code.
-  bool held(PyObject* module, PyObject*& matrix, PyObject*& added) const {
-    if (!module || (Py_TYPE(module) != linear && Py_TYPE(module) != out_proj)) return false;
-    if (PyDict_GetItemWithError(linear->tp_dict, forward) != original) return false;  // somebody patched the class
-    const nb::object dictionary = nb::steal(PyObject_GenericGetDict(module, nullptr));
-    if (!dictionary.is_valid()) throw nb::python_error();
-    const auto entry = [](PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); };
-    for (PyObject* key : hooks) {
-      PyObject* kept = entry(dictionary.ptr(), key);
-      if (!kept || !PyDict_Check(kept) || PyDict_Size(kept) > 0) return false;
-    }
-    for (PyObject* key : own)
-      if (entry(dictionary.ptr(), key)) return false;
-    PyObject* kept = entry(dictionary.ptr(), parameters);
-    if (!kept || !PyDict_Check(kept)) return false;
-    matrix = entry(kept, weight), added = entry(kept, bias);
-    if (added == Py_None) added = nullptr;
-    return matrix && matrix != Py_None;
-  }
-
-  bool numbers(PyObject* object, int axes, Tensor& into) const {
-    const PyTypeObject* kind = object ? Py_TYPE(object) : nullptr;
-    return (kind == parameter || kind == tensor) && describe(object, into) && into.ndim == axes;
-  }
-
-  // `added` may be null.
-  bool projection(PyObject* matrix, PyObject* added, index inputs, Projection& to, index& outputs) const {
-    Tensor weights, shift;
-    if (!numbers(matrix, 2, weights) || weights.shape[1] != inputs) return false;
-    if (added && (!numbers(added, 1, shift) || shift.shape[0] != weights.shape[0])) return false;
-    to = {static_cast<const float*>(weights.data), weights.strides[0],
-          added ? static_cast<const float*>(shift.data) : nullptr};
-    outputs = weights.shape[0];
-    return true;
-  }
 };
 
-const Torch* met = nullptr;
+const Torch* known = nullptr;
+
+const Torch& torch() {
+  if (!known) remember_torch(true);
+  return *known;
+}
+
+nb::object call(PyObject* object, PyObject* method) {
+  PyObject* result = PyObject_CallMethodNoArgs(object, method);
+  if (!result) throw nb::python_error();
+  return nb::steal(result);
+}
+
+index integer(PyObject* object, PyObject* method) {
+  const index n = PyLong_AsLongLong(call(object, method).ptr());
+  if (n == -1 && PyErr_Occurred()) throw nb::python_error();
+  return n;
+}
+
+nb::object attribute(PyObject* object, PyObject* of_name) {
+  PyObject* result = PyObject_GetAttr(object, of_name);
+  if (!result) throw nb::python_error();
+  return nb::steal(result);
+}
+
+// What went wrong, as torch says it.
+std::string error_in_words() {
+  nb::python_error error;  // takes the error that is set
+  return nb::str(error.value()).c_str();
+}
+
+// Each gives an empty string, or why the kernel cannot read the tensor.
+std::string described_in_c(PyObject* object, Tensor& to) {
+  nb::dlpack::dltensor t;
+  if (torch().exchange->describe(object, &t)) return error_in_words();  // sparse or nested, say
+  if (t.device.device_type != nb::device::cpu::value) return "is not on the CPU";
+  if (t.dtype == nb::dtype<float>())
+    to.number = Number::f32;
+  else if (t.dtype == nb::dtype<double>())
+    to.number = Number::f64;
+  else if (t.dtype.lanes == 1 && t.dtype.bits == 16 && t.dtype.code == 4)
+    to.number = Number::bf16;
+  else if (t.dtype.lanes == 1 && t.dtype.bits == 16 && t.dtype.code == 2)
+    to.number = Number::f16;
+  else if (t.dtype == nb::dtype<bool>())
+    to.number = Number::boolean;
+  else if (t.dtype == nb::dtype<std::int32_t>())
+    to.number = Number::i32;
+  else if (t.dtype == nb::dtype<std::int64_t>())
+    to.number = Number::i64;
+  else
+    return "is of a dtype that the kernel does not know";
+  if (t.ndim > most_axes) return "has more than four axes";
+  to.axes = t.ndim;
+  to.data = static_cast<char*>(t.data) + t.byte_offset;
+  if (!t.data) to.data = nullptr;
+  index expected = 1;
+  for (int i = t.ndim - 1; i >= 0; expected *= to.shape[i--]) {
+    to.shape[i] = t.shape[i];
+    to.strides[i] = t.strides ? t.strides[i] : expected;
+  }
+  return "";
+}
+
+std::string described_by_attributes(PyObject* object, Tensor& to) {
+  const Torch& t = torch();
+  if (attribute(object, t.layout).ptr() != t.strided) return "is not strided";
+  if (attribute(object, t.is_cpu).ptr() != Py_True) return "is not on the CPU";
+  const nb::object dtype = attribute(object, t.dtype);
+  int number = 0;
+  while (number < 7 && t.dtypes[number] != dtype.ptr()) ++number;
+  if (number == 7) return "is of a dtype that the kernel does not know";
+  to.number = static_cast<Number>(number);
+  PyObject* shape = PyObject_GetAttr(object, t.shape);
+  if (!shape) return error_in_words();  // nested
+  const nb::object sizes = nb::steal(shape), strides = call(object, t.stride);
+  const index axes = PyTuple_GET_SIZE(sizes.ptr());
+  if (axes > most_axes) return "has more than four axes";
+  to.axes = static_cast<int>(axes);
+  for (int i = 0; i < to.axes; ++i) {
+    to.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    to.strides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), i));
+  }
+  if (PyErr_Occurred()) throw nb::python_error();
+  to.data = reinterpret_cast<void*>(integer(object, t.data_ptr));
+  return "";
+}
+
+// An error where the storage does not hold all that the tensor sees: torch itself would read beyond its end.
+void require_storage(PyObject* object, const Tensor& t, const char* argument) {
+  index last = integer(object, torch().storage_offset);
+  for (int i = 0; i < t.axes; ++i) last += (t.shape[i] - 1) * t.strides[i];
+  const index needed = (last + 1) * sizes_in_bytes[static_cast<int>(t.number)];
+  const nb::object storage = call(object, torch().storage);
+  const index there = integer(storage.ptr(), torch().nbytes);
+  if (t.data && needed <= there) return;
+  const std::string message = std::string(argument) + " sees " + std::to_string(needed) +
+                              " bytes of a storage that holds " + std::to_string(there) +
+                              ": expected one that was not freed or made smaller";
+  throw nb::value_error(message.c_str());
+}
 
 }  // namespace
 
-void meet_torch() {
-  if (met) return;
-  const Torch* torch = new Torch;
-  if (torch->exchange) met = torch;
-}
+void remember_torch(bool in_c) { known = new Torch(in_c); }  // what it points to is torch's for as long as it lives
 
-bool read_layer(nb::handle x, nb::handle context, nb::handle children, const Widths& w, Layer& layer) {
-  if (!met || !PyDict_Check(children.ptr())) return false;
-  const Torch& torch = *met;
-  Tensor from_x, from_context;
-  if (!torch.rows(x, w.E, from_x)) return false;
-  if (context.is_none()) {
-    if (w.C != w.E) return false;
-    from_context = from_x;
-  } else if (!torch.rows(context, w.C, from_context) || from_context.ndim != from_x.ndim) {
-    return false;
+bool Reader::tensor(nb::handle object, const char* argument, Tensor& to) {
+  const Torch& t = torch();
+  PyTypeObject* kind = Py_TYPE(object.ptr());
+  if (kind != t.tensor && kind != t.parameter) {
+    const bool subclass = PyType_IsSubtype(kind, t.tensor);
+    return refuse(std::string(argument) + " is a " + kind->tp_name + (subclass ? ", which wants to see the call" : ""),
+                  subclass);
   }
-  const bool batched = from_x.ndim == 3;
-  const int row = from_x.ndim - 2;  // the axis of positions
-  const index B = batched ? from_x.shape[0] : 1, Q = from_x.shape[row], K = from_context.shape[row];
-  if ((batched && from_context.shape[0] != B) || B < 1 || Q < 1 || K < 1) return false;
-  layer.x = static_cast<const float*>(from_x.data), layer.context = static_cast<const float*>(from_context.data);
-  layer.x_batch = batched ? from_x.strides[0] : 0, layer.x_row = from_x.strides[row];
-  layer.context_batch = batched ? from_context.strides[0] : 0, layer.context_row = from_context.strides[row];
-  layer.E = w.E, layer.C = w.C;
-
-  const auto child = [&](int i, index inputs, Projection& to, index& outputs) {
-    PyObject *matrix, *added;
-    return torch.held(PyDict_GetItemWithError(children.ptr(), torch.projections[i]), matrix, added) &&
-           torch.projection(matrix, added, inputs, to, outputs);
-  };
-  index q, k, v, o;  // what the projections put out
-  if (!child(0, w.E, layer.q, q) || !child(1, w.C, layer.k, k) || !child(2, w.C, layer.v, v)) return false;
-  const index H = q / w.D, G = k / w.D;
-  if (H < 1 || G < 1 || H * w.D != q || G * w.D != k || H % G || v != G * w.V) return false;
-  if (!child(3, H * w.V, layer.o, o) || o != w.E) return false;
-  layer.plan.sizes = {B, H, G, Q, K, w.D, w.V};
+  if (gradients_ && attribute(object.ptr(), t.requires_grad).ptr() == Py_True)
+    return refuse(std::string("a gradient of ") + argument + " is wanted", true);
+  const std::string wrong = t.exchange ? described_in_c(object.ptr(), to) : described_by_attributes(object.ptr(), to);
+  if (!wrong.empty()) return refuse(std::string(argument) + " " + wrong);
+  if (to.count() > 0 && !made_here_) {
+    if (to.number != Number::boolean && call(object.ptr(), t.is_neg).ptr() == Py_True)
+      return refuse(std::string(argument) + " has its negative bit set", true);
+    if (!to.data && call(object.ptr(), t.is_zerotensor).ptr() == Py_True)
+      return refuse(std::string(argument) + " is a tensor of zeros that torch has not made yet", true);
+    require_storage(object.ptr(), to, argument);
+  }
+  kept.push_back(nb::borrow(object));
   return true;
 }
 
-nb::object held_by(nb::handle module) {
-  PyObject *matrix, *added;
-  if (!met || !met->held(module.ptr(), matrix, added)) return nb::none();
-  return nb::make_tuple(nb::handle(matrix), nb::handle(added ? added : Py_None));
+bool Reader::floating(nb::handle object, const char* argument, Number number, Tensor& to) {
+  if (!tensor(object, argument, to)) return false;
+  if (to.number == number) return true;
+  if (to.number > Number::f16) return refuse(std::string(argument) + " is not floating");
+  const Torch& t = torch();
+  PyObject* converted = PyObject_CallMethodOneArg(object.ptr(), t.to, t.dtypes[static_cast<int>(number)]);
+  if (!converted) throw nb::python_error();
+  return tensor(nb::steal(converted), argument, to);
 }
 
-bool read_linear(nb::handle x, nb::handle weight, nb::handle bias, nb::handle y, Linear& linear) {
-  if (!met || Py_TYPE(x.ptr()) != met->tensor || Py_TYPE(y.ptr()) != met->tensor) return false;
-  Tensor from, to;
-  if (!met->describe(x.ptr(), from) || !met->describe(y.ptr(), to)) return false;
-  if ((from.ndim != 2 && from.ndim != 3) || to.ndim != from.ndim) return false;
-  const int last = from.ndim - 1;
-  Projection projection;
-  index outputs, expected = 1;
-  if (!met->projection(weight.ptr(), bias.is_none() ? nullptr : bias.ptr(), from.shape[last], projection, outputs))
-    return false;
-  if (to.shape[last] != outputs || outputs < 1 || from.shape[last] < 1) return false;
-  for (int axis = last; axis >= 0; expected *= to.shape[axis--]) {
-    if (axis < last && (from.shape[axis] != to.shape[axis] || from.shape[axis] < 1)) return false;
-    if (to.strides[axis] != expected && to.shape[axis] > 1) return false;
+bool Reader::rows(nb::handle object, const char* argument, Tensor& to) {
+  if (!tensor(object, argument, to)) return false;
+  if (to.axes < 1 || to.count() == 0 || to.contiguous_from(to.axes - 1)) return true;
+  return tensor(call(object.ptr(), torch().contiguous), argument, to);
+}
+
+bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides) {
+  if (t.axes > axes) return false;
+  for (int i = 0; i < axes; ++i) {
+    const int own = i - (axes - t.axes);
+    const bool one = own < 0 || t.shape[own] == 1;
+    if (!one && t.shape[own] != sizes[i]) return false;
+    strides[i] = one ? 0 : t.strides[own];
   }
-  const bool batched = last == 2;
-  const index N = from.shape[last - 1], rows = (batched ? from.shape[0] : 1) * N;
-  linear = {from.data,
-            batched ? from.strides[0] : 0,
-            from.strides[last - 1],
-            N,
-            rows,
-            projection.weight,
-            projection.row,
-            projection.bias,
-            from.shape[last],
-            outputs,
-            to.data,
-            N * outputs,
-            0,
-            outputs,
-            outputs};
   return true;
+}
+
+// The module's dictionary in place of its attributes: looking those up could run code.
+bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias) {
+  const Torch& t = torch();
+  if (!module || (Py_TYPE(module) != t.linear && Py_TYPE(module) != t.out_proj)) return false;
+  if (PyDict_GetItemWithError(t.linear->tp_dict, t.forward) != t.original) return false;  // somebody patched the class
+  const nb::object dictionary = nb::steal(PyObject_GenericGetDict(module, nullptr));
+  if (!dictionary.is_valid()) throw nb::python_error();
+  const auto entry = [](PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); };
+  for (PyObject* key : t.hooks) {
+    PyObject* hooks = entry(dictionary.ptr(), key);
+    if (!hooks || !PyDict_Check(hooks) || PyDict_Size(hooks) > 0) return false;
+  }
+  for (PyObject* key : t.own)
+    if (entry(dictionary.ptr(), key)) return false;
+  PyObject* parameters = entry(dictionary.ptr(), t.parameters);
+  if (!parameters || !PyDict_Check(parameters)) return false;
+  weight = entry(parameters, t.weight), bias = entry(parameters, t.bias);
+  if (bias == Py_None) bias = nullptr;
+  return weight && weight != Py_None;
 }
 
 }  // namespace multihead

@@ -1,32 +1,82 @@
-// A call of the layer, or of one of its projections, as torch's objects say it.
+// torch's tensors, read as they are before any address is used.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include "layer.h"
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/plan.h"
 
 namespace multihead {
 
-// Remembers torch's types, to be called once before the functions below: until then, and with a torch that does not let
-// its tensors be read in C (before 2.10), nothing is plain.
-void meet_torch();
+// Remembers torch's types, to be called once before anything is read. `in_c`: read tensors by the functions that torch
+// offers in C from 2.10 on; without them, and where `in_c` is false, by their attributes.
+void remember_torch(bool in_c);
 
-struct Widths {
-  index E, C, D, V;  // of x, of the context, and of a head's q and k, and v
+// Why a call may not go straight to the kernel. `dispatched`: torch's dispatcher deals with it (a gradient, a subclass,
+// a negative bit), so that the call may still reach the kernel through torch's operator.
+struct Reason {
+  std::string says;
+  bool dispatched = false;
 };
 
-// Fills in sizes, x, context and the four projections from tensors and from `children`, a dictionary with the modules
-// q_proj, k_proj, v_proj and o_proj; H and G are what these put out. False where something is not plain: a tensor that
-// is not torch's own, or not of fp32 rows on the CPU; a projection that is more than an nn.Linear without hooks; sizes
-// that do not fit; nothing to compute.
-bool read_layer(nanobind::handle x, nanobind::handle context, nanobind::handle children, const Widths& widths,
-                Layer& layer);
+enum class Number { f32, f64, bf16, f16, boolean, i32, i64 };
 
-// The weight and the bias, or None, of a module that is plain as above; None for any other.
-nanobind::object held_by(nanobind::handle module);
+constexpr int most_axes = 4;
 
-// y = x W^T + b with x (..., inputs) of two or three axes and y contiguous; false where something is not plain.
-bool read_linear(nanobind::handle x, nanobind::handle weight, nanobind::handle bias, nanobind::handle y,
-                 Linear& linear);
+struct Tensor {
+  void* data = nullptr;
+  int axes = 0;
+  index shape[most_axes] = {}, strides[most_axes] = {};  // in elements
+  Number number = Number::f32;
+
+  index count() const {
+    index n = 1;
+    for (int i = 0; i < axes; ++i) n *= shape[i];
+    return n;
+  }
+  bool contiguous_from(int axis) const {  // nothing but this axis and those after it, one behind the other
+    index expected = 1;
+    for (int i = axes - 1; i >= axis; expected *= shape[i--])
+      if (strides[i] != expected && shape[i] > 1) return false;
+    return true;
+  }
+};
+
+// Reads the tensors of one call and keeps them alive. Everything returns false, with the first reason kept, where the
+// call may not go straight to the kernel: a tensor that is not torch's own, wants a gradient (where `gradients`), is
+// not on the CPU, not strided, of a dtype that the kernel does not know, has its negative bit set, or is not made yet.
+// A storage that does not hold what its tensor sees is an error. `made_here`: tensors that this package has just made,
+// of which only shape and dtype are in question.
+class Reader {
+ public:
+  explicit Reader(bool gradients, bool made_here = false) : gradients_(gradients), made_here_(made_here) {}
+
+  bool tensor(nanobind::handle object, const char* name, Tensor& to);
+  // The same in numbers of `number`, converted where they are not.
+  bool floating(nanobind::handle object, const char* name, Number number, Tensor& to);
+  // The same with the last axis contiguous, copied where it is not.
+  bool rows(nanobind::handle object, const char* name, Tensor& to);
+
+  bool refuse(std::string says, bool dispatched = false) {
+    reason = {std::move(says), dispatched};
+    return false;
+  }
+
+  Reason reason;
+  std::vector<nanobind::object> kept;
+
+ private:
+  bool gradients_, made_here_;
+};
+
+// Strides of a tensor that broadcasts, right-aligned, to `sizes`: 0 where it has one for all. False where it does not.
+bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides);
+
+// The weight and the bias, null where there is none, of an nn.Linear that only multiplies and adds: no hook, no forward
+// of its own, no parametrization. False for any other module.
+bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias);
 
 }  // namespace multihead

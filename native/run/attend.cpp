@@ -1,10 +1,10 @@
-#include "attend.h"
+#include "run/attend.h"
 
 #include <algorithm>
 #include <new>
 #include <vector>
 
-#include "threads.h"
+#include "core/threads.h"
 
 namespace multihead {
 namespace {
@@ -93,11 +93,13 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   const Sizes& s = plan.sizes;
   const index pairs = s.B * s.G, rows = s.rows();
   if (pairs == 0 || rows == 0) return;
-  const Kernels& kernels = plan.type == Type::f64 ? *isa.f64 : *isa.f32;
   const double work = double(s.B) * s.H * s.Q * s.K * (s.D + s.V);
   if (work < worth_waking) threads = 1;
 
   const bool whole = plan.statistics.wanted() || plan.weights.data;  // kept per row, and not merged
+  // Later passes find the scores of a pass without values, or with statistics, again to the last bit: these are fp32's.
+  const bool half = plan.type == Type::bf16 && isa.bf16 && !whole && s.V > 0;
+  const Kernels& kernels = half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
   // Without values this is a pass over scores, which later passes must find again to the last bit: no other order then.
   const bool few = !whole && s.V > 0 && rows <= kernels.few;
   const index most = kernels.block_rows(s), lanes = kernels.lanes;

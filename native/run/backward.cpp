@@ -1,10 +1,10 @@
-#include "backward.h"
+#include "run/backward.h"
 
 #include <algorithm>
 #include <new>
 #include <vector>
 
-#include "threads.h"
+#include "core/threads.h"
 
 namespace multihead {
 namespace {

@@ -1,7 +1,7 @@
 // The backward pass of one call of attention.
 #pragma once
 
-#include "kernels.h"
+#include "core/kernels.h"
 
 namespace multihead {
 

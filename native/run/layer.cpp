@@ -1,4 +1,4 @@
-#include "layer.h"
+#include "run/layer.h"
 
 #include <algorithm>
 #include <array>
@@ -9,8 +9,8 @@
 #include <new>
 #include <vector>
 
-#include "attend.h"
-#include "threads.h"
+#include "core/threads.h"
+#include "run/attend.h"
 
 namespace multihead {
 namespace {
@@ -20,7 +20,7 @@ constexpr index few_rows = 16;
 
 // Up to three products of the same rows of x, and how they are cut into tasks, fine enough to end together on all
 // threads: blocks of `outputs` outputs, and of many rows, strips of them. All blocks of a strip follow each other, so
-// that a thread lays x in lanes once for them.
+// that a thread packs x once for them.
 struct Products {
   std::array<Linear, 3> linears;
   std::array<index, 3> until = {};  // blocks of each product and those before it
@@ -57,12 +57,12 @@ struct Run {
   std::uint64_t number;  // of this run among all
 };
 
-// Which rows of x lie in this thread's scratch.
+// Which rows of x are packed in this thread's scratch.
 thread_local struct {
   std::uint64_t run = 0;
   const Products* products = nullptr;
   index strip = 0;
-} laid;
+} packed;
 
 void run_tasks(const void* context, index from, index to, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
@@ -78,10 +78,10 @@ void run_tasks(const void* context, index from, index to, void* scratch) {
     const index blocks = std::min(to - from, p->until[which] - block),
                 first = block - (which ? p->until[which - 1] : 0);
     const index begin = first * p->outputs, end = std::min((first + blocks) * p->outputs, linear.outputs);
-    const bool same = laid.run == run.number && laid.products == p && laid.strip == strip;
+    const bool same = packed.run == run.number && packed.products == p && packed.strip == strip;
     const auto multiply = p->few() ? run.kernels->linear_few : run.kernels->linear_block;
     multiply(linear, strip * run.kernels->lanes, begin, end, same, scratch);
-    laid = {run.number, p, strip};
+    packed = {run.number, p, strip};
     from += blocks;
   }
 }
@@ -98,49 +98,55 @@ void run_all(const Kernels& kernels, std::initializer_list<Products> all, int th
   if (!parallel_run(threads, count, scratch, run_tasks, &run)) throw std::bad_alloc();
 }
 
-// Memory of one call: kept by the thread where it is little, so that none is asked for in each call of a few tokens.
+// Memory of one call: kept by the thread where it is little, so that none is allocated in each call of a few tokens.
 class Room {
  public:
-  explicit Room(index numbers) {
-    constexpr index most_kept = 1 << 20;
-    if (numbers > most_kept) {
-      own.reset(new float[static_cast<std::size_t>(numbers)]);
-    } else if (static_cast<index>(kept.size()) < numbers) {
-      kept.resize(static_cast<std::size_t>(numbers));
+  explicit Room(index bytes) {
+    constexpr index most_kept = 4 << 20;
+    if (bytes > most_kept) {
+      own.reset(new char[static_cast<std::size_t>(bytes)]);
+    } else if (static_cast<index>(kept.size()) < bytes) {
+      kept.resize(static_cast<std::size_t>(bytes));
     }
     next = own ? own.get() : kept.data();
   }
-  float* take(index numbers) {
-    float* piece = next;
-    next += numbers;
+  char* take(index bytes) {
+    char* piece = next;
+    next += bytes;
     return piece;
   }
 
  private:
-  static thread_local std::vector<float> kept;
-  std::unique_ptr<float[]> own;
-  float* next;
+  static thread_local std::vector<char> kept;
+  std::unique_ptr<char[]> own;
+  char* next;
 };
 
-thread_local std::vector<float> Room::kept;
+thread_local std::vector<char> Room::kept;
+
+// Kernels of products: pairs of bfloat16 numbers where the CPU multiplies them, else floats.
+const Kernels& kernels_of(const Isa& isa, Type x, Type weight) {
+  return isa.bf16 && x == Type::bf16 && weight == Type::bf16 ? *isa.bf16 : *isa.f32;
+}
 
 // The rows that a product reads, (B, N, width), as they lie.
 struct Rows {
-  const float* data;
+  const void* data;
   index batch, row, B, N, width;
+  Type type;
 
   index count() const { return B * N; }
 };
 
 // y (B, N, outputs), contiguous.
-Linear linear_of(const Rows& x, const Projection& p, index outputs, float* y) {
-  return {x.data,  x.batch, x.row, x.N,           x.count(), p.weight, p.row,  p.bias,
-          x.width, outputs, y,     x.N * outputs, 0,         outputs,  outputs};
+Linear linear_of(const Rows& x, const Projection& p, index outputs, void* y) {
+  return {x.data,  x.batch, x.row,         x.N, x.count(), p.weight, p.row,  p.bias, x.width,
+          outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, x.type};
 }
 
 // y in heads of `width`, and where it lies: of many rows a head's own lie together, as attention reads them, unless
 // that would cut the outputs into pieces of no whole vectors.
-Linear heads_of(const Rows& x, const Projection& p, index heads, index width, float* y, View& view) {
+Linear heads_of(const Rows& x, const Projection& p, index heads, index width, void* y, View& view) {
   Linear linear = linear_of(x, p, heads * width, y);
   const bool apart = x.count() > few_rows && width % 16 == 0;
   view = apart ? View{y, heads * x.N * width, x.N * width, width} : View{y, x.N * heads * width, width, heads * width};
@@ -151,23 +157,26 @@ Linear heads_of(const Rows& x, const Projection& p, index heads, index width, fl
 }  // namespace
 
 void run_linear(const Linear& linear, const Isa& isa, int threads) {
-  run_all(*isa.f32, {products_of({linear}, *isa.f32, threads)}, threads);
+  const Kernels& kernels = kernels_of(isa, linear.x_type, linear.type);
+  run_all(kernels, {products_of({linear}, kernels, threads)}, threads);
 }
 
 void run_layer(Layer layer, const Isa& isa, int threads) {
   Plan& plan = layer.plan;
   const Sizes& s = plan.sizes;
-  const Kernels& kernels = *isa.f32;
+  const Type type = plan.type;
+  const Kernels& kernels = kernels_of(isa, type, type);
   const bool self = layer.context == layer.x && layer.context_batch == layer.x_batch &&
                     layer.context_row == layer.x_row && s.K == s.Q && layer.C == layer.E;
-  const Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E};
-  const Rows context{layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C};
+  const Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E, type};
+  const Rows context{layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C, type};
   const Rows& source = self ? x : context;
   const index q_size = x.count() * s.H * s.D, k_size = context.count() * s.G * s.D,
               v_size = context.count() * s.G * s.V, merged_size = x.count() * s.H * s.V;
-  Room room(q_size + k_size + v_size + merged_size);
-  float *q = room.take(q_size), *k = room.take(k_size), *v = room.take(v_size);
-  const Rows merged{room.take(merged_size), s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V};
+  const index size = bytes(type);
+  Room room((q_size + k_size + v_size + merged_size) * size);
+  char *q = room.take(q_size * size), *k = room.take(k_size * size), *v = room.take(v_size * size);
+  const Rows merged{room.take(merged_size * size), s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V, type};
   const Linear to_q = heads_of(x, layer.q, s.H, s.D, q, plan.q), to_k = heads_of(source, layer.k, s.G, s.D, k, plan.k),
                to_v = heads_of(source, layer.v, s.G, s.V, v, plan.v);
   const auto products = [&](std::initializer_list<Linear> linears) { return products_of(linears, kernels, threads); };
@@ -175,7 +184,7 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
     run_all(kernels, {products({to_q, to_k, to_v})}, threads);
   else
     run_all(kernels, {products({to_q}), products({to_k, to_v})}, threads);
-  plan.out = {const_cast<float*>(merged.data), merged.batch, s.V, merged.row};
+  plan.out = {const_cast<void*>(merged.data), merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
   run_all(kernels, {products({linear_of(merged, layer.o, layer.E, layer.y)})}, threads);
 }

@@ -1,10 +1,10 @@
-#include "look.h"
+#include "run/look.h"
 
 #include <algorithm>
 #include <new>
 #include <vector>
 
-#include "threads.h"
+#include "core/threads.h"
 
 namespace multihead {
 namespace {

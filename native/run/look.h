@@ -1,7 +1,7 @@
-// Weights that exist nowhere: seen, added up for each key, or pooled, from the state of a pass that came before.
+// Weights computed again from the state of an earlier pass: written out, summed for each key, or pooled.
 #pragma once
 
-#include "kernels.h"
+#include "core/kernels.h"
 
 namespace multihead {
 

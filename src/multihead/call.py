@@ -5,12 +5,37 @@ A backend says by name what it refuses and why; one that is named never falls ba
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from multihead.intervals import Visible
+from multihead.masks import Mask
+from multihead.masks.intervals import Visible
+
+
+class Reason(NamedTuple):
+    """Why a call may not go straight to the kernel."""
+
+    says: str
+    dispatched: bool  # torch's dispatcher deals with it: attention may still reach the kernel through torch's operator
+
+
+@dataclass
+class Arguments:
+    """One call of `attend` as it was made."""
+
+    q: Tensor  # (B, H, Q, D)
+    k: Tensor  # (B, G, K, D)
+    v: Tensor  # (B, G, K, V)
+    mask: Mask | Visible | Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    dropout: float = 0.0
+    want_lse: bool = False
+    want_top: bool = False
 
 
 @dataclass
@@ -27,6 +52,7 @@ class Call:
     bias: Tensor | None  # broadcasts to (B, H, Q, K)
     dropout: float
     want_lse: bool
+    ineligible: Reason | None = None  # why it may not go straight to the kernel, where that was asked
 
     def allowed(self) -> Tensor | None:
         """What may be seen, as bool that broadcasts to (B, H, Q, K), or None where that is everything."""

@@ -6,22 +6,30 @@ The first backend that can compute the call exactly takes it, in this order: `na
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from threading import local
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multihead import native
-from multihead.backends import Backend, Call, native_statistics, under_autocast, without_autocast
-from multihead.backends.native import Native, run, straight, unwatched
-from multihead.backends.reference import Reference
-from multihead.backends.sdpa import SDPA
-from multihead.intervals import Visible
+from multihead import kernel
+from multihead.attention import largest
+from multihead.attention.reference import Reference
+from multihead.attention.sdpa import SDPA
+from multihead.call import Arguments, Backend, Call, Reason, under_autocast, without_autocast
+from multihead.kernel import attend as by_kernel
+from multihead.kernel import eligible, statistics
+from multihead.kernel.backend import Native
 from multihead.masks import Mask, check_broadcast, see
+from multihead.masks.intervals import Visible
 from multihead.sizes import check_attend, check_floating, check_numbers, describe
 
+if TYPE_CHECKING:
+    from multihead import _native
+
+FEW_ROWS = 16  # more than the kernel for a few rows takes on any CPU
 BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Reference())}  # in the order they are asked
 
 
@@ -55,6 +63,13 @@ def named(backend: str | None) -> str | None:
     return _named.name if backend is None else _known(backend)
 
 
+def modules_watched(backend: str | None = None) -> Reason | None:
+    """Why no projection of a call may bypass its module, or None: asked once for all of them."""
+    if named(backend) not in (None, Native.name):
+        return Reason("another backend is named", True)
+    return eligible.modules_watched()
+
+
 def _known(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}: expected one of {', '.join(BACKENDS)}")
@@ -74,7 +89,8 @@ def attend(
     dropout: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Attention for every head at once: softmax(q·kᵀ·scale) · v, with what `mask` hides left out.
 
     Args:
@@ -87,9 +103,11 @@ def attend(
         sinks: (H,) a logit for each head that joins the softmax's denominator and has no value.
         bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
         dropout: the probability with which a weight is dropped, seeded from torch's generator.
-        backend: one of `multihead.attend.BACKENDS`; unless given, the first that can.
+        backend: "native", "sdpa" or "reference"; unless given, the first that can.
         return_lse: give (out, lse); lse (B,H,Q) is the natural log of the softmax's denominator, sinks included, in
             float32 (float64 for float64).
+        return_max_logit: give (out, top), or (out, lse, top); top (B,H) is the largest score that some query sees,
+            after scale, softcap, bias and mask, sinks aside: −inf where none sees anything. It has no gradient.
 
     Returns:
         out (B,H,Q,V). A query that may see nothing gives 0, and an lse of −inf (with a sink, the sink's logit).
@@ -98,73 +116,104 @@ def attend(
     >>> mh.attend(q, k, v, mask=mh.Causal()).shape
     torch.Size([1, 8, 4, 64])
     """
-    plain = (
-        softcap is None and sinks is None and bias is None and type(dropout) is float and not dropout and not return_lse
-    )
-    if plain and isinstance(q, Tensor) and named(backend) in (None, Native.name):
-        out = straight(q, k, v, mask, scale)
-        if out is not None:
-            return out
-    call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
-    chosen = _choose(call, backend)
-    with without_autocast(call.q.device):
-        out, lse = chosen.run(call, _seed(call))
-    if not return_lse:
+    given = Arguments(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse, return_max_logit)
+    out, lse, top, _ = compute(given, backend)
+    if not (return_lse or return_max_logit):
         return out
-    assert lse is not None
-    return out, lse
+    return tuple(t for t in (out, lse if return_lse else None, top) if t is not None)
 
 
-def attend_and_weigh(call: Call) -> tuple[Tensor, Tensor] | None:
-    """out, and all weights before dropout, by the native kernel; None where another way is taken.
+class Computed(NamedTuple):
+    """What a call gives: out, and what else was wanted of it."""
 
-    In one pass where the scores of all keys can be kept until a row ends, else from what the kernel then knows of it. A
-    few rows are left to the other way: the kernel for them sums scores in another order than all others do, so that
+    out: Tensor  # (B, H, Q, V)
+    lse: Tensor | None = None  # (B, H, Q)
+    top: Tensor | None = None  # (B, H), the largest score
+    weights: Tensor | None = None  # (B, H, Q, K), before dropout, where the kernel gives them
+
+
+def compute(given: Arguments, backend: str | None = None, want_weights: bool = False) -> Computed:
+    """Steps 3 and 4 by the backend that takes the call."""
+    name = named(backend)
+    if not torch._C._is_any_autocast_enabled():
+        return _compute(given, name, want_weights)
+    given = in_autocast_dtype(given)
+    with without_autocast(given.q.device):
+        return _compute(given, name, want_weights)
+
+
+def _compute(given: Arguments, name: str | None, want_weights: bool) -> Computed:
+    reason: Reason | None = None
+    if name is None or name == Native.name:
+        read = eligible.attention(given, given.mask)
+        if not isinstance(read, Reason):
+            seed = _seed(given)
+            if want_weights:
+                return _with_weights(given, read, seed)
+            out, lse, state = by_kernel.attend(
+                read, given.q, seed=seed, want_lse=given.want_lse, want_state=given.want_top
+            )
+            return Computed(out, lse, None if state is None else largest.of_state(prepare(given), state))
+        reason = read
+    call = prepare(given, reason)
+    chosen = _choose(call, name)
+    if given.want_top and isinstance(chosen, Native):
+        out, lse, state = chosen.run_with_state(call, _seed(given))
+        return Computed(out, lse, largest.of_state(call, state))
+    out, lse = chosen.run(call, _seed(given))
+    return Computed(out, lse, largest.of_scores(call) if given.want_top else None)
+
+
+def _with_weights(given: Arguments, read: "_native.Attention", seed: Tensor | None) -> Computed:
+    """In one pass where the scores of all keys can be kept until a row ends, else from what the kernel left of it.
+
+    A few rows are left to the lens: the kernel for them sums scores in another order than all others do, so that
     weights found beside it would not be to the last digit those that were used.
     """
-    few = 16  # and more than there are on any CPU
-    (B, H, Q, _), (_, G, K, _) = call.q.shape, call.k.shape
-    if not G or few >= H // G * Q or not unwatched(call) or _choose(call, None).name != Native.name:
-        return None
-    assert native.module is not None
-    if native.module.most_weighed_keys < K:
-        out, _, state = run(call, _seed(call), want_state=True)
+    B, H, G, Q, K, _, _ = read.sizes
+    if H // G * Q <= FEW_ROWS:
+        out, lse, _ = by_kernel.attend(read, given.q, seed=seed, want_lse=given.want_lse)
+        return Computed(out, lse)
+    assert kernel.module is not None
+    two_passes = kernel.in_pairs() and given.q.dtype is torch.bfloat16  # weights in one pass are made as float32
+    if two_passes or kernel.module.most_weighed_keys < K:
+        out, lse, state = by_kernel.attend(read, given.q, seed=seed, want_lse=given.want_lse, want_state=True)
         assert state is not None
-        return out, native_statistics.weigh(call, state)
-    weights = torch.zeros(B, H, Q, K, dtype=torch.promote_types(call.q.dtype, torch.float32))
-    return run(call, _seed(call), weights=weights)[0], weights
+        return Computed(out, lse, weights=statistics.weigh(prepare(given), state))
+    weights = torch.zeros(B, H, Q, K, dtype=torch.promote_types(given.q.dtype, torch.float32), device=given.q.device)
+    out, lse, _ = by_kernel.attend(read, given.q, seed=seed, want_lse=given.want_lse, weights=weights)
+    return Computed(out, lse, weights=weights)
 
 
-def _seed(call: Call) -> Tensor | None:
-    return torch.randint(2**63 - 1, (), device=call.q.device) if call.dropout else None
+def _seed(given: Arguments) -> Tensor | None:
+    return torch.randint(2**63 - 1, (), device=given.q.device) if given.dropout else None
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | Visible | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    dropout: float,
-    want_lse: bool,
-) -> Call:
+def in_autocast_dtype(given: Arguments) -> Arguments:
+    """The same call with q, k and v as autocast wants them."""
+    if not isinstance(given.q, Tensor) or not under_autocast(given.q.device) or given.q.dtype == torch.float64:
+        return given
+    dtype = torch.get_autocast_dtype(given.q.device.type)
+    q, k, v = (
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in (given.q, given.k, given.v)
+    )
+    return replace(given, q=q, k=k, v=v)
+
+
+def prepare(given: Arguments, ineligible: Reason | None = None) -> Call:
     """Check the arguments of `attend` and lower the mask."""
-    if isinstance(q, Tensor) and under_autocast(q.device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in (q, k, v))
+    given = in_autocast_dtype(given)
+    q, k, v, bias, sinks, scale = given.q, given.k, given.v, given.bias, given.sinks, given.scale
     check_attend(q, k, v)
     (B, H, Q, D), K = q.shape, k.shape[2]
-    if not isinstance(mask, Visible):
-        mask = see(mask, Q, K, q.device, B, H)
-    check_numbers(scale, softcap, dropout)
+    visible = given.mask if isinstance(given.mask, Visible) else see(given.mask, Q, K, q.device, B, H)
+    check_numbers(scale, given.softcap, given.dropout)
     _check_extra("sinks", sinks, q.device, (H,), "(H,)")
     _check_extra("bias", bias, q.device, (B, H, Q, K), "(B,H,Q,K)")
     if sinks is not None and sinks.shape != (H,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected one logit for each of the H={H} query heads")
-    return Call(q, k, v, mask, D**-0.5 if scale is None else scale, softcap, sinks, bias, dropout, want_lse)
+    scale = D**-0.5 if scale is None else scale
+    return Call(q, k, v, visible, scale, given.softcap, sinks, bias, given.dropout, given.want_lse, ineligible)
 
 
 def _check_extra(name: str, t: Tensor | None, device: torch.device, shape: tuple[int, ...], axes: str) -> None:
@@ -181,7 +230,6 @@ def _check_extra(name: str, t: Tensor | None, device: torch.device, shape: tuple
 
 
 def _choose(call: Call, name: str | None) -> Backend:
-    name = named(name)
     if name is not None:
         reason = BACKENDS[name].refuse(call)
         if reason is not None:
@@ -214,6 +262,7 @@ def explain(
     dropout: float = 0.0,
     backend: str | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
 ) -> Explanation:
     """Which backend `attend` would run for the same arguments, and why.
 
@@ -223,9 +272,14 @@ def explain(
       sdpa: refuses: torch's fused kernels have no softcap
       reference: the seven steps as written, with the whole (Q, K) matrix in memory
     """
-    call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse)
-    reasons = {}
-    for name, candidate in BACKENDS.items():
-        refusal = candidate.refuse(call)
-        reasons[name] = candidate.note(call) if refusal is None else f"refuses: {refusal}"
-    return Explanation(_choose(call, backend).name, reasons)
+    given = in_autocast_dtype(
+        Arguments(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse, return_max_logit)
+    )
+    with without_autocast(q.device) if isinstance(q, Tensor) else nullcontext():
+        read = eligible.attention(given, mask)
+        call = prepare(given, read if isinstance(read, Reason) else None)
+        reasons = {}
+        for name, candidate in BACKENDS.items():
+            refusal = candidate.refuse(call)
+            reasons[name] = candidate.note(call) if refusal is None else f"refuses: {refusal}"
+        return Explanation(_choose(call, named(backend)).name, reasons)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from multihead import steps
-from multihead.backends import Call
+from multihead.call import Call
 
 
 class Reference:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from multihead.backends import Call
-from multihead.intervals import inside_torch_func, readable
+from multihead.call import Call
+from multihead.masks.intervals import inside_torch_func, readable
 from multihead.steps import known_finite, only_finite, repeat_heads
 
 FEW_KEYS = 64  # more than any CPU's vector has lanes: below that torch's CPU kernel may lose a NaN

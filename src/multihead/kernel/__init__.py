@@ -1,17 +1,27 @@
 """The C++ core, where it was built: `module` is None where it was not, and `missing` says why."""
 
+from importlib import import_module
 from types import ModuleType
+
+
+def _why_not_built() -> str:
+    """What the build has written down: native/attempt.cmake."""
+    try:
+        return f"not built: {import_module('multihead._native_missing').reason}"
+    except ModuleNotFoundError:
+        return "not built: this copy of the package was not installed (pip install . builds it)"
+
 
 module: ModuleType | None
 missing: str
 
 try:
-    from multihead import _native
-
-    module, missing = _native, ""
-except ImportError as error:
+    module, missing = import_module("multihead._native"), ""
+except ModuleNotFoundError as error:
     module = None
-    missing = f"not built: {error} (it needs a C++ compiler when the package is installed)"
+    missing = _why_not_built() if error.name == "multihead._native" else f"built, but does not load: {error}"
+except ImportError as error:
+    module, missing = None, f"built, but does not load: {error}"
 
 
 def instruction_set() -> str:
@@ -22,3 +32,13 @@ def instruction_set() -> str:
 def cpu_features() -> dict[str, bool]:
     """What this CPU can do, by name, empty where the core was not built."""
     return module.cpu_features() if module is not None else {}
+
+
+def in_pairs() -> bool:
+    """Whether bfloat16 numbers are multiplied in pairs, as they lie, and not as float32."""
+    return instruction_set().endswith("_bf16")
+
+
+def bfloat16() -> str:
+    """How the kernel multiplies bfloat16 numbers here, in words."""
+    return f"{instruction_set()}, {'in pairs' if in_pairs() else 'as float32'}"

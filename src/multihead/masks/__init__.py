@@ -4,6 +4,8 @@ A mask is an object that says what it means and draws itself. Query `q` of `Q` s
 among the `K` keys, so the last query sees the last key: the only meaning that also works with a cache.
 
 A mask lowers to one interval of keys per query, plus a dense remainder only where it must: see `intervals`.
+
+Longer than other files because each of seven masks has its picture beside it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from multihead.intervals import Frame, Visible, higher_of, readable
+from multihead.draw import squares
+from multihead.masks.intervals import Frame, Visible, higher_of, readable
 from multihead.sizes import require_int
 
 
@@ -57,7 +60,10 @@ class Mask:
         return self.lower(Frame.of(Q, K, device)).allowed(device)
 
     def draw(self, Q: int, K: int, batch: int = 0, head: int = 0) -> str:
-        """The mask as text, a line for each query: ■ may attend, · hidden. A mask for all rows, or heads, is any's."""
+        """The mask as text, a line for each query: ■ may attend, · hidden.
+
+        One that is the same for all batch rows, or all heads, is drawn for whichever is asked for.
+        """
         allowed = self.dense(Q, K)
         if allowed.dim() < 4:
             allowed = allowed[(None,) * (4 - allowed.dim())]
@@ -67,7 +73,7 @@ class Mask:
                 raise ValueError(f"{name}={number}: the mask is for {count}, expected 0…{count - 1}")
             allowed = allowed.select(axis, number if count > 1 else 0).unsqueeze(axis)
         allowed = allowed[0, 0].expand(Q, K)
-        return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in allowed.tolist())
+        return "\n".join(squares(allowed))
 
 
 _M = TypeVar("_M", bound=type[Mask])
@@ -331,7 +337,7 @@ class Allowed(Mask):
         if self.tensor.dtype.is_floating_point:
             raise TypeError(
                 f"the mask is a {self.tensor.dtype} tensor: a mask is bool, True = may attend; "
-                "give scores to add as bias="
+                "give scores to add as bias=, and what a layer's values are made of as values="
             )
         if self.tensor.dtype != torch.bool:
             raise TypeError(f"the mask is a {self.tensor.dtype} tensor: expected bool, True = may attend")
@@ -372,7 +378,10 @@ def check_broadcast(name: str, t: Tensor, shape: Sequence[int], axes: str) -> No
     """Refuse a tensor that does not broadcast, right-aligned, to `shape`."""
     fits = t.dim() <= len(shape) and all(have in (1, want) for have, want in zip(reversed(t.shape), reversed(shape)))
     if not fits:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}: expected one that broadcasts to {axes}={tuple(shape)}")
+        by_row = t.dim() == 3 < len(shape) and t.shape[0] == shape[0]
+        hint = "; one for each row of the batch is given as [:, None] of it" if by_row else ""
+        to = f"{axes}={tuple(shape)}{hint}"
+        raise ValueError(f"{name} has shape {tuple(t.shape)}: expected one that broadcasts to {to}")
 
 
 def see(mask: Mask | Tensor | None, Q: int, K: int, device: torch.device, B: int, H: int) -> Visible:

@@ -1,0 +1,99 @@
+// AVX512-BF16: VDPBF16PS adds the products of pairs of bfloat16 numbers to floats, twice as many a cycle as FMA. It
+// rounds each sum to nearest and takes denormal numbers, and gives them back, as 0.
+#pragma once
+
+#include "core/plan.h"
+#include "isa/avx512.h"
+
+namespace multihead {
+namespace {
+
+struct Bf16Pairs {
+  using A = Avx512;
+  using Half = std::uint16_t;
+  using Item = std::uint32_t;  // two numbers, the first in the lower half
+  using Vector = __m512bh;
+  using F = A::F;
+
+  static Vector load(const Item* p) { return (Vector)_mm512_loadu_si512(p); }
+  static Vector all(const Item* p) {  // rows of halves need not lie at multiples of four bytes
+    int x;
+    std::memcpy(&x, p, sizeof x);
+    return (Vector)_mm512_set1_epi32(x);
+  }
+  static F multiply_add(Vector x, Vector y, F sum) { return _mm512_dpbf16_ps(sum, x, y); }
+
+  // Two vectors of floats, rounded to nearest even, as pairs.
+  static void store_pairs(F first, F second, Item* to) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(halves_to_pairs(), both));
+  }
+
+  // to[width] = pairs of two rows, either of which may be null for zeros. Returns whether all numbers are finite.
+  static bool interleave(const Half* first, const Half* second, index width, Item* to) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i largest = _mm512_setzero_si512();
+    for (index i = 0; i < width; i += A::W) {
+      const __mmask16 some = width - i < A::W ? static_cast<__mmask16>((1u << (width - i)) - 1u) : __mmask16(0xffff);
+      const __m512i low = first ? widened(some, first + i) : _mm512_setzero_si512();
+      const __m512i high = second ? widened(some, second + i) : _mm512_setzero_si512();
+      const __m512i pairs = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+      largest = _mm512_max_epu16(largest, _mm512_and_si512(pairs, magnitude));
+      _mm512_mask_storeu_epi32(to + i, some, pairs);
+    }
+    return !_mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80));
+  }
+
+  // Numbers that are not finite become 0.
+  static void clean(Item* items, index count) {
+    for (index i = 0; i < count; ++i) {
+      if ((items[i] & 0x7f80u) == 0x7f80u) items[i] &= 0xffff0000u;
+      if ((items[i] & 0x7f800000u) == 0x7f800000u) items[i] &= 0xffffu;
+    }
+  }
+
+  // As a reader of rows (see kernel/readers.inl): pairs along the width of a row, and values of two keys.
+  using Number = Half;
+  using Kept = Half;
+  static constexpr int step = 2 * A::W, together = 2;
+  static constexpr bool widens = false;
+
+  static Vector load(const Number* p) { return (Vector)_mm512_loadu_si512(p); }
+  static Vector load_some(const Number* p, int n) { return (Vector)_mm512_maskz_loadu_epi16((1u << n) - 1u, p); }
+  static Vector load_kept(const Kept* p) { return load(p); }
+  static Vector values(const Number* p, index stride, bool two, int n) {
+    const __mmask16 some = static_cast<__mmask16>((1u << n) - 1u);
+    const __m512i low = widened(some, p), high = two ? widened(some, p + stride) : _mm512_setzero_si512();
+    return (Vector)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  }
+  static Vector cleaned(Vector x) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    const __mmask32 finite = _mm512_cmpneq_epi16_mask(_mm512_and_si512((__m512i)x, exponent), exponent);
+    return (Vector)_mm512_maskz_mov_epi16(finite, (__m512i)x);
+  }
+  static Vector weight(const Kept* p) { return all(reinterpret_cast<const Item*>(p)); }
+  static void keep(const float* from, index count, Kept* to) {
+    for (index i = 0; i < count; i += A::W)
+      _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+  }
+  static bool special(Number x) { return (x & 0x7f80) == 0x7f80; }
+  static float number(Number x) {
+    const std::uint32_t bits = std::uint32_t(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+  }
+
+ private:
+  static __m512i widened(__mmask16 some, const Half* p) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p));
+  }
+  static __m512i halves_to_pairs() {
+    alignas(64) static constexpr Half order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_load_si512(order);
+  }
+};
+
+}  // namespace
+}  // namespace multihead

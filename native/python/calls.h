@@ -1,0 +1,61 @@
+// Calls as Python makes them: read once, checked, and kept alive until they have run.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+#include <vector>
+
+#include "python/tensors.h"
+#include "run/layer.h"
+
+namespace multihead {
+
+// Steps 3 and 4.
+struct AttentionCall {
+  Plan plan;
+  std::vector<nanobind::object> kept;
+};
+
+// The whole layer.
+struct LayerCall {
+  Layer layer;
+  std::vector<nanobind::object> kept;
+};
+
+// A product with the weights of an nn.Linear.
+struct LinearCall {
+  Linear linear;
+  std::vector<nanobind::object> kept;
+};
+
+// Each gives the call, or (reason, dispatched) where it may not go straight to the kernel: see Reason. `gradients`:
+// whether torch records them, so that a tensor that wants one is a reason.
+
+// `call` has q, k, v or None, bias, sinks, scale, softcap and dropout; every key is visible until `see` is told more.
+nanobind::object read_attention(nanobind::handle call, bool gradients);
+
+// `layer` is a MultiHeadAttention; `context` may be None. H and G are what the projections put out.
+nanobind::object read_layer(nanobind::handle layer, nanobind::handle x, nanobind::handle context, bool gradients);
+
+// x (..., inputs) of two or three axes.
+nanobind::object read_linear(nanobind::handle x, nanobind::handle weight, nanobind::handle bias, bool gradients);
+nanobind::object read_projection(nanobind::handle module, nanobind::handle x, bool gradients);
+
+// What the queries of a call see: an object with start, stop and dense. None, or (reason, dispatched).
+nanobind::object see(Plan& plan, std::vector<nanobind::object>& kept, nanobind::handle visible);
+
+// Runs a call into the tensors that are named; see native/README.md for their names, shapes and dtypes.
+void run_attend(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
+void run_backward(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
+void run_look(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
+void run_whole_layer(LayerCall& call, nanobind::handle y, int threads, const std::string& isa);
+void run_product(LinearCall& call, nanobind::handle y, int threads, const std::string& isa);
+
+// The dtype of sums: see native/README.md.
+inline Number wide(Type type) { return type == Type::f64 ? Number::f64 : Number::f32; }
+
+// The scores of so many keys are kept until a row ends, where its weights are wanted beside the output.
+constexpr index most_weighed_keys = 1024;
+
+}  // namespace multihead
