@@ -6,19 +6,22 @@
 torch.Size([4, 1024])
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 
 from multihead import heads, models, nn, weights
-from multihead.attend import attend, backend, explain
+from multihead.attention import attend, backend, explain
 from multihead.cache import Cache, CacheOverflow, ContextCache
 from multihead.doctor import Report, diagnose
-from multihead.edit import ablate, patch
+from multihead.explorer import explore
 from multihead.layer import MultiHeadAttention
+from multihead.layer.edit import ablate, patch
+from multihead.layer.trace import Trace, trace
 from multihead.lens import Lens, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Padding, Prefix, Window
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
-from multihead.trace import Trace, trace
 from multihead.weights import load_weights, save_weights
 
 __version__ = version("multihead")
@@ -45,6 +48,7 @@ __all__ = [
     "backend",
     "diagnose",
     "explain",
+    "explore",
     "heads",
     "load_weights",
     "look",
@@ -55,3 +59,10 @@ __all__ = [
     "trace",
     "weights",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`mh.distributed` is imported when it is first asked for: torch.distributed takes its time."""
+    if name == "distributed":
+        return import_module("multihead.distributed")
+    raise AttributeError(f"module 'multihead' has no attribute {name!r}")

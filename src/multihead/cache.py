@@ -10,7 +10,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from multihead.intervals import Frame
+from multihead.masks.intervals import Frame
 from multihead.sizes import Sizes, describe, require_int
 
 

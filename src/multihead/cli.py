@@ -1,4 +1,4 @@
-"""The command line: `multihead show | shapes | doctor | train | info`."""
+"""The command line: `multihead show | explore | shapes | doctor | train | info`."""
 
 import os
 import platform
@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 import multihead as mh
-from multihead import native, whole
-from multihead.attend import BACKENDS
+from multihead import kernel
+from multihead.attention import BACKENDS
+from multihead.kernel.layer import reach
 
 WIDEST = 2**14  # E of the widest models: four matrices of 1 GiB each
 LAST_SEED = 2**63 - 1
@@ -80,6 +81,7 @@ def show(
         typer.Option(help="lm, vit, a file of `multihead train`, or a Hugging Face folder, hub name or GGUF file."),
     ] = None,
     sample: Annotated[str | None, typer.Option(help="A picture of the package: ankle boot, bag, coat, …")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Every step with its numbers, not just one screen.")] = False,
     example: Annotated[bool, typer.Option("--example", help="The running example: random weights, words.")] = False,
     tokens: Annotated[int | None, typer.Option(help="Take only the first so many words.", min=1)] = None,
     width: Annotated[
@@ -95,6 +97,7 @@ def show(
     """The seven steps of one layer, on a text or a picture, with real shapes and numbers.
 
     Text goes through the trained language model of the package, a picture through its trained vision transformer.
+    One screen, or with --all every step with its numbers; a Hugging Face model is shown whole.
     --tokens, --width, --heads, --head-dim, --mask and --seed are for --example, a layer with random weights.
     """
     console = Console(highlight=False)
@@ -105,11 +108,11 @@ def show(
     for name, given in options.items():
         if given is not None:
             raise ValueError(f"--{name}={given} is for the running example: give --example too")
-    from multihead import screens
+    from multihead.show import screens
 
     if sample is not None:
         what = str(screens.sample(sample))
-    console.print(screens.show(what, layer, model))
+    console.print(screens.show(what, layer, model, brief=not whole))
 
 
 def _show_example(
@@ -141,6 +144,36 @@ def _show_example(
 def _vector(word: str, width: int, seed: int) -> torch.Tensor:
     """The same word has the same vector, wherever it stands."""
     return torch.randn(width, generator=torch.Generator().manual_seed(zlib.crc32(word.encode()) + seed))
+
+
+@app.command()
+def explore(
+    model: Annotated[
+        str | None,
+        typer.Option(help="lm, vit, a file of `multihead train`, or a Hugging Face folder, hub name or GGUF file."),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="The text to open with.")] = None,
+    sample: Annotated[str | None, typer.Option(help="A picture of the package to open with: ankle boot, …")] = None,
+    layer: Annotated[int | None, typer.Option(help="The layer to open with.", min=0)] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the page to this file instead: it works from disk, without Python.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="To listen at.  [default: the first free one from 8421]", min=0, max=65535)
+    ] = None,
+    host: Annotated[str, typer.Option(help="To listen at. Beyond 127.0.0.1 others can reach it.")] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option(help="Whether to open a browser.")] = True,
+) -> None:
+    """The seven steps in a browser: type a sentence or drop a picture, and ask every number where it came from.
+
+    Prints its address once it answers. Ctrl-C ends it.
+    """
+    from multihead.explorer.launch import launch
+
+    console = Console(highlight=False)
+    launch(
+        console, model=model, text=text, sample=sample, layer=layer, save=save, port=port, host=host, browser=browser
+    )
 
 
 @app.command()
@@ -305,19 +338,35 @@ def info() -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    features = native.cpu_features()
+    features = kernel.cpu_features()
     table.add_row("multihead", f"{mh.__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     table.add_row("cpu", f"{_cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    table.add_row("native module", "built" if native.module is not None else native.missing)
+    wrong = ""
+    if kernel.module is None:
+        table.add_row("native module", kernel.missing)
+        if asked := os.environ.get("MULTIHEAD_ISA"):
+            table.add_row("instructions", f"MULTIHEAD_ISA={asked} has no effect without the native module")
+    else:
+        table.add_row("native module", "built" if kernel.module.openmp else "built without OpenMP: it uses one thread")
+        try:
+            table.add_row("instructions", kernel.instruction_set())
+        except ValueError as error:
+            wrong = str(error)
+            table.add_row("instructions", wrong)
     if features:
         table.add_row("cpu features", " ".join(name if there else f"({name})" for name, there in features.items()))
         table.add_row("", "in brackets: not on this CPU")
-    if native.module is not None:
-        table.add_row("whole layer", whole.reach())
+    if kernel.module is not None:
+        if not wrong:
+            table.add_row("bf16", kernel.bfloat16())
+        table.add_row("whole layer", reach())
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     table.add_row("accelerator", str(accelerator) if accelerator is not None else "none")
     console.print(table)
     console.print("\nThe first backend that can compute a call exactly takes it:", " → ".join(BACKENDS))
+    if wrong:
+        console.print("  every call that comes to the native kernel fails until MULTIHEAD_ISA is right, or unset")
+        raise ValueError(wrong)
     q = torch.empty(1, 8, 64, 64)
     causal, window = mh.Causal(), mh.Causal(window=16)
     for what, given in (

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from multihead import steps
-from multihead.attend import attend
-from multihead.intervals import Frame, Visible, inside_torch_func, readable
+from multihead.attention import attend, modules_watched
+from multihead.call import Reason
+from multihead.kernel.linear import linear, project
 from multihead.lens import attend_with_weights, look
 from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
-from multihead.project import linear, project
+from multihead.masks.intervals import Frame, Visible, inside_torch_func, readable
 from multihead.sizes import describe
 
 AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
@@ -35,7 +36,6 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None  # what torch's own looks at
         super()._reset_parameters()
         _be_called(self)
 
@@ -66,16 +66,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             the output, of the shape of `query`, and the weights, (N,L,S) or (N,H,L,S), or None.
         """
         if query.is_nested or key.is_nested or value.is_nested:
-            if query is not key or key is not value or attn_mask is not None or key_padding_mask is not None:
-                raise ValueError("nested tensors: expected query, key and value to be the same one, and no mask")
-            if query.layout != torch.strided:
-                raise ValueError("nested tensors: expected the strided layout; pad jagged ones, with key_padding_mask=")
-            return self._forward_nested(query, need_weights, average_attn_weights, is_causal)
+            if attn_mask is not None or key_padding_mask is not None:
+                raise ValueError("nested tensors: expected no attn_mask and no key_padding_mask; their lengths say it")
+            return self._forward_nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value)
         batched = query.dim() == 3
         axis = 1 if batched and not self.batch_first else 0  # of the batch
 
-        q, k, v = self._project(query, key, value)  # step 1
+        watched = modules_watched()
+        q, k, v = self._project(query, key, value, watched)  # step 1
         k, v, extra = self._extend(k, v, position_axis=1 if batched and axis == 0 else 0)
         q_heads, k_heads, v_heads = (self._split(t if batched else t[None], axis) for t in (q, k, v))  # step 2
         B, H, L, _ = q_heads.shape
@@ -90,7 +89,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         transposed = steps.transpose_back(heads)  # step 5: (N, L, H, D)
         merged = steps.concatenate(transposed.transpose(0, axis))  # step 6, in the layout of `query`
-        output = project(self.out_proj, merged if batched else merged[0])  # step 7
+        output = project(self.out_proj, merged if batched else merged[0], watched)  # step 7
         if not need_weights:
             return output, None
         if weights is None:
@@ -100,14 +99,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = weights.to(q_heads.dtype)
         return output, weights if batched else weights[0]
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, watched: Reason | None) -> tuple[Tensor, ...]:
         """Step 1: in one product where query, key and value are one tensor, as in self-attention."""
-        packed, bias = self.in_proj_weight, self.in_proj_bias
+        packed = self.in_proj_weight
+        bias: Tensor | None = self.in_proj_bias
+        if bias is not None:
+            bias = bias.to((self.q_proj_weight if packed is None else packed).dtype)  # torch adds one of any dtype
         if packed is not None and query is key and key is value:
-            return linear(query, packed, bias).chunk(3, dim=-1)
+            return linear(query, packed, bias, watched).chunk(3, dim=-1)
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+        return tuple(linear(x, w, b, watched) for x, w, b in zip((query, key, value), weights, biases))
 
     def _extend(self, k: Tensor, v: Tensor, position_axis: int) -> tuple[Tensor, Tensor, int]:
         """The keys and values that every query sees: learned ones (`add_bias_kv`) and zeros (`add_zero_attn`)."""
@@ -126,17 +128,28 @@ class MultiheadAttention(nn.MultiheadAttention):
         return steps.split(t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, batch_axis))
 
     def _forward_nested(
-        self, x: Tensor, need_weights: bool, average: bool, is_causal: bool
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention over rows of different lengths, such as `nn.TransformerEncoder` makes of a padded batch."""
-        padded = x.to_padded_tensor(0.0)
-        lengths = x._nested_tensor_size()[:, 0].to(x.device)
-        real = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
-        longest = real.shape[1]
-        causal = ~Causal().dense(longest, longest, x.device) if is_causal else None
-        axes = (padded, padded, padded) if self.batch_first else (padded.transpose(0, 1),) * 3
-        output, weights = self.forward(*axes, ~real, need_weights, causal, average)
+        """Rows of different lengths, such as `nn.TransformerEncoder` makes of a padded batch; weights come padded."""
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            if not t.is_nested or t.dim() != 3:
+                raise ValueError(f"{name} is {'nested' if t.is_nested else 'not nested'} and {t.dim()}-D: expected "
+                                 "query, key and value to be nested, (N,*,E) each")  # fmt: skip
+        padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}
+        queries, keys, values = (_lengths(t) for t in (query, key, value))
+        if not torch.equal(keys, values) or len(queries) != len(keys):
+            given = f"query {queries.tolist()}, key {keys.tolist()}, value {values.tolist()}"
+            raise ValueError(f"nested tensors have rows of {given}: expected as many rows, and values as long as keys")
+        q, k, v = (padded[id(t)] for t in (query, key, value))
+        real, seen = (torch.arange(t.shape[1], device=t.device) < n[:, None] for t, n in ((q, queries), (k, keys)))
+        if not self.batch_first:
+            turned = {id(t): t.transpose(0, 1) for t in (q, k, v)}  # what is one tensor stays one
+            q, k, v = (turned[id(t)] for t in (q, k, v))
+        output, weights = self.forward(q, k, v, ~seen, need_weights, None, average, is_causal)
         output = output if self.batch_first else output.transpose(0, 1)
+        if query.layout == torch.jagged:
+            offsets = query.offsets()  # type: ignore[attr-defined]
+            return torch.nested.nested_tensor_from_jagged(output[real], offsets), weights
         return torch._nested_tensor_from_mask(output, real, mask_check=False), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -163,9 +176,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
 
+def _lengths(nested: Any) -> Tensor:
+    """How long each row of a nested tensor is, (N,)."""
+    if nested.layout != torch.jagged:
+        return nested._nested_tensor_size()[:, 0].to(nested.device)
+    lengths = nested.lengths()  # None where the rows lie without gaps
+    return nested.offsets().diff() if lengths is None else lengths
+
+
 def _be_called(attention: nn.MultiheadAttention) -> None:
-    """Make `nn.TransformerEncoderLayer` call the module: in inference it computes attention itself where it can."""
-    attention._qkv_same_embed_dim = False
+    """Make `nn.TransformerEncoderLayer` call it: in inference that computes attention itself unless there are hooks."""
+    if _do_nothing not in attention._forward_pre_hooks.values():
+        attention.register_forward_pre_hook(_do_nothing)
+
+
+def _do_nothing(module: nn.Module, given: tuple) -> None:
+    """The hook that is there to be seen."""
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

@@ -286,35 +286,51 @@ class SwinBias(nn.Module):
     """Swin's relative position bias (Liu et al. 2021, arXiv:2103.14030), for patches of a window (height, width).
 
     One learned number for each offset in rows, offset in columns and head. `table` ((2h−1)(2w−1), H) is Hugging
-    Face's `relative_position_bias_table`. It starts at zero: no preference.
+    Face's `relative_position_bias_table`. It starts at zero: no preference. With `class_token`, as BEiT has it
+    (arXiv:2106.08254), a token stands before the patches, and three more rows say what it adds as a query, as a key
+    and with itself.
 
     >>> SwinBias(heads=2, window=(3, 5))().shape
     torch.Size([2, 15, 15])
+    >>> SwinBias(heads=2, window=(3, 5), class_token=True)().shape
+    torch.Size([2, 16, 16])
     """
 
     def __init__(
-        self, heads: int, window: tuple[int, int], *, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        heads: int,
+        window: tuple[int, int],
+        *,
+        class_token: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         _check_at_least("heads", heads, 1)
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window={window!r}: expected (height, width), in patches")
-        self.height, self.width = window
+        (self.height, self.width), self.class_token = window, class_token
         _check_at_least("window height", self.height, 1)
         _check_at_least("window width", self.width, 1)
         offsets = (2 * self.height - 1) * (2 * self.width - 1)
-        self.table = nn.Parameter(torch.empty(offsets, heads, device=device, dtype=dtype))
+        self.table = nn.Parameter(torch.empty(offsets + 3 * class_token, heads, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.table)
 
-    def forward(self) -> Float[Tensor, "H patches patches"]:
+    def forward(self) -> Float[Tensor, "H items items"]:
         patch = torch.arange(self.height * self.width, device=self.table.device)
         row, column = patch // self.width, patch % self.width
         rows = row[:, None] - row + self.height - 1  # from 0 to 2h − 2
         columns = column[:, None] - column + self.width - 1
-        return self.table.T[:, rows * (2 * self.width - 1) + columns]
+        offsets = rows * (2 * self.width - 1) + columns
+        if self.class_token:
+            last = len(self.table)
+            offsets = nn.functional.pad(offsets, (1, 0), value=last - 2)
+            offsets = nn.functional.pad(offsets, (0, 0, 1, 0), value=last - 3)
+            offsets[0, 0] = last - 1
+        return self.table.T[:, offsets]
 
 
 def _relative(queries: int, keys: int, device: Device) -> Int[Tensor, "Q K"]:

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 import torch
 
 CLOCK_TOLERANCE = 0.03  # how far the clock may move within a comparison
-FEWEST_BLOCKS, MOST_BLOCKS = 7, 200
-ENOUGH = 1 / 3  # of the blocks, and never fewer than 5: below, the steadiest are kept and the result says so
+FEWEST_BLOCKS, MOST_BLOCKS = 11, 200
+AT_LONGEST = 2  # times as many blocks where the clock is restless
+ENOUGH = 1 / 2  # of the blocks, and never fewer than 9: below, the steadiest are kept and the result says so
+FEWEST_KEPT = 9  # two disturbed ones among five decide an interval, among nine they do not
 SLOT = 0.005  # seconds of calls timed in one go: far above the timer's resolution, below the pace of drift
 SLOT_AFTER_REST = 0.05  # the same where each change of hands costs a rest
 LONG_CALL = 0.05  # seconds; beyond it a cold start is lost in the call, and a warm-up would double the cost
@@ -99,7 +101,7 @@ class Pace:
 
 
 def compare(a, b, *, seconds, seed=0, rest=None, tick=lambda done, total: None):
-    """Time a and b in blocks for about `seconds` and return the Comparison.
+    """Time a and b in blocks for about `seconds`, up to twice that where the clock is restless: the Comparison.
 
     `rest` overrides the pause at a change of hands, so that an A/A run can be treated as the A/B run was.
     """
@@ -111,7 +113,9 @@ def compare(a, b, *, seconds, seed=0, rest=None, tick=lambda done, total: None):
         pace_b = find_pace(b, rest)
         count = count_blocks(seconds, pace_a.slot_seconds + pace_b.slot_seconds, rest)
         blocks, readings, last = [], [clock_reading()], None
-        for order in orders(count, seed):
+        for order in orders(AT_LONGEST * count, seed):
+            if len(blocks) >= count and not steady(readings)[1]:
+                break
             slots = {"a": [], "b": []}
             for side in order:
                 contender, pace = (a, pace_a) if side == "a" else (b, pace_b)
@@ -122,7 +126,7 @@ def compare(a, b, *, seconds, seed=0, rest=None, tick=lambda done, total: None):
                 slots[side].append(contender.seconds(pace.calls) / pace.calls)
             blocks.append((slots["a"], slots["b"]))
             readings.append(clock_reading())
-            tick(len(blocks), count)
+            tick(len(blocks), max(count, len(blocks)))
     return summarise(blocks, readings, seed)
 
 
@@ -170,7 +174,7 @@ def steady(readings):
     off = [abs(reading / usual - 1) for reading in readings]
     moved = [max(before, after) for before, after in pairwise(off)]
     kept = [i for i, m in enumerate(moved) if m <= CLOCK_TOLERANCE]
-    enough = min(max(5, int(len(moved) * ENOUGH)), len(moved))
+    enough = min(max(FEWEST_KEPT, int(len(moved) * ENOUGH)), len(moved))
     if len(kept) >= enough:
         return kept, ""
     steadiest = sorted(sorted(range(len(moved)), key=moved.__getitem__)[:enough])

@@ -1,7 +1,7 @@
 """What heads do: patterns of one lens, paths through a stack of layers, and what each head writes to the output."""
 
 from multihead.heads.output import contributions, mixing
-from multihead.heads.patterns import distance, first_token, induction, previous_token, same_token, similarity
+from multihead.heads.patterns import distance, first_token, induction, own_token, previous_token, same_token, similarity
 from multihead.heads.stack import flow, rollout
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "flow",
     "induction",
     "mixing",
+    "own_token",
     "previous_token",
     "rollout",
     "same_token",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from multihead.cache import Cache
-from multihead.edit import tapped
 from multihead.layer import MultiHeadAttention
+from multihead.layer.edit import tapped
 
 
 def contributions(layer: MultiHeadAttention, x: Tensor, *args: Any, **call: Any) -> Tensor:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multihead.backends import without_autocast
-from multihead.backends.region import At
+from multihead.call import without_autocast
 from multihead.lens import Lens
+from multihead.lens.region import At
 from multihead.sizes import describe
 
 
@@ -66,6 +66,18 @@ def first_token(lens: Lens) -> Tensor:
     seen = lens.allowed(At(slice(0, B), slice(0, H), slice(0, Q), slice(0, 1)))[..., 0]
     chooses = torch.arange(Q, device=lens.device) != Q - K
     return _mean(lens.mass(0).detach(), (seen & chooses).expand(B, H, Q))
+
+
+def own_token(lens: Lens) -> Tensor:
+    """How much a head attends to the query's own place: (B,H), 1 for a head that looks nowhere else.
+
+    >>> q = torch.zeros(1, 1, 4, 8)
+    >>> heads.own_token(mh.look(q, q, mask=mh.Causal(window=2)))  # half, but for the first token, which sees no other
+    tensor([[0.6250]])
+    """
+    _queries_are_keys(lens)
+    offset = lens.shape[3] - lens.shape[2]
+    return _pattern(lens, lambda query, key: key == query + offset)
 
 
 def same_token(lens: Lens, tokens: Tensor) -> Tensor:

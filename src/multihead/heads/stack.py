@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multihead.backends import without_autocast
+from multihead.call import without_autocast
 from multihead.lens import Lens
-from multihead.selections import Selection, choose
+from multihead.lens.selections import Selection, choose
 from multihead.sizes import require_int
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from multihead.attend import attend
+from multihead.attention import attend
 from multihead.hf.masks import IntervalMask
-from multihead.intervals import Frame, Ramp, Visible
 from multihead.lens import Lens, attend_with_weights, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Window, check_broadcast, lower
+from multihead.masks.intervals import Frame, Ramp, Visible
 
 NAME = "multihead"
 NEUTRAL = {  # says nothing about attention, or what the mask and the other arguments say too
@@ -39,7 +39,9 @@ NEUTRAL = {  # says nothing about attention, or what the mask and the other argu
 
 Edit = Callable[[Tensor], Tensor]  # of what the heads put out, (B, H, Q, V)
 Watcher = Callable[[Tensor, Tensor, Visible, dict[str, Any]], None]
+Tracer = Callable[[Tensor, Tensor, Tensor, Visible, dict[str, Any], Tensor], None]  # and v, and what heads put out
 EDITS, WATCHERS = "_multihead_edits", "_multihead_watchers"  # attributes of a module, while `with` blocks last
+TRACERS = "_multihead_tracers"
 
 
 def attention(
@@ -94,7 +96,9 @@ def attention(
         if k.shape[2] != key.shape[2]:
             weights = _among_all(weights, visible)
     for edit in getattr(module, EDITS, ()):
-        heads = edit(heads)
+        heads = edit(heads, visible)
+    for tracer in getattr(module, TRACERS, ()):
+        tracer(query, key, value, visible, options, heads)
     return heads.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 

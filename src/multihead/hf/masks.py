@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import masking_utils
 
-from multihead.intervals import Frame, Visible, higher_of, lower_of
 from multihead.masks import Causal, Window
+from multihead.masks.intervals import Frame, Visible, higher_of, lower_of
 
 aten = torch.ops.aten
 

@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from multihead.backends.region import At
+from multihead.draw import MOST_ITEMS, draw_mask, draw_weights, visible
 from multihead.hf.interface import NAME
 from multihead.hf.watch import attentions, watch
-from multihead.terminal import MOST_ITEMS, draw_mask, draw_weights, visible
+from multihead.lens.region import At
 
 
 def show(name: str, said: str, layer: int = 0) -> RenderableType:
@@ -58,6 +58,8 @@ def _load(name: str) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place)
         model = AutoModel.from_pretrained(**place, attn_implementation=NAME)
+    except ModuleNotFoundError as error:  # of another package: what `show` says goes down to the first cause
+        raise ImportError(f"transformers cannot load {name!r}: {error}") from error
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(f"model={name!r}: transformers cannot load it: {error}") from error
     return tokenizer, model.eval()

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multihead.edit import check_heads, replacement
 from multihead.hf.interface import EDITS, NAME, WATCHERS, lens_of
-from multihead.intervals import Visible
+from multihead.layer.edit import check_heads, real_queries, replacement
 from multihead.lens import Lens
+from multihead.masks.intervals import Visible
 
 Layer = int | str
 
@@ -129,10 +129,17 @@ def patch(model: nn.Module, layer: Layer, fn: Callable[[Tensor], Tensor]) -> Ite
 
     In `generate` it is called for every step, with Q the number of new tokens.
     """
+    with _edited(model, layer, lambda heads, visible: fn(heads)):
+        yield
+
+
+@contextmanager
+def _edited(model: nn.Module, layer: Layer, fn: Callable[[Tensor, Visible], Tensor]) -> Iterator[None]:
+    """As `patch`, with what each query sees."""
     _, module = _find(model, layer)
 
-    def edit(heads: Tensor) -> Tensor:
-        changed = fn(heads)
+    def edit(heads: Tensor, visible: Visible) -> Tensor:
+        changed = fn(heads, visible)
         if not isinstance(changed, Tensor) or changed.shape != heads.shape:
             what = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
             raise ValueError(f"the patch of layer {layer!r} gave {what}: expected a tensor {tuple(heads.shape)}")
@@ -151,10 +158,12 @@ def ablate(
     Args:
         model: a model whose attention is "multihead".
         heads: for each layer, by number or name as in `attentions(model)`, its query heads.
-        with_: "zero"; "mean", the head's mean over this call's batch and positions (for one new token of one sequence
-            that is the token's own); or a tensor that broadcasts to (B, number of heads, Q, V).
+        with_: "zero"; "mean", the head's mean over this call's batch and positions, padded ones left out (for one new
+            token of one sequence that is the token's own); or a tensor that broadcasts to (B, number of heads, Q, V).
     """
     with ExitStack() as stack:
         for layer, chosen in heads.items():
-            stack.enter_context(patch(model, layer, replacement(chosen, with_)))
+            replaced = replacement(chosen, with_)
+            edit = lambda t, visible, fn=replaced: fn(t, real_queries(visible, True))  # noqa: E731
+            stack.enter_context(_edited(model, layer, edit))
         yield

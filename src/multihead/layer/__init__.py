@@ -1,28 +1,59 @@
 """The layer: multi-head attention with its projections, from the sizes to the seventh step.
 
-`forward` is the seven steps in order. `q_proj`, `k_proj`, `v_proj` and `o_proj` are real `nn.Linear` children and are
-called, but where nobody would notice (see `project`), so hooks, adapters, quantised replacements and parametrizations
-work; the number of heads at run time comes from what they put out, so a layer sharded by heads works as it is.
+`forward` is the seven steps in order. `q_proj`, `k_proj`, `v_proj` and `o_proj` are real `nn.Linear` children. They are
+called wherever something could tell (see `eligible`), so hooks, adapters, quantised replacements and parametrizations
+work; elsewhere the kernel multiplies by their weights. The number of heads at run time comes from what they put out, so
+a layer sharded by heads works as it is.
+
+Longer than other files because its arguments are explained where they are given.
 """
 
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from multihead import steps, whole
-from multihead.arguments import check_call, check_input, check_lengths, check_positions
-from multihead.attend import attend, prepare
-from multihead.backends import without_autocast
+from multihead import steps
+from multihead.attention import attend, modules_watched, prepare
 from multihead.cache import Cache, ContextCache
-from multihead.intervals import Frame, Visible
+from multihead.call import Arguments, Reason, without_autocast
+from multihead.kernel import eligible
+from multihead.kernel import layer as in_one_call
+from multihead.kernel.linear import project
+from multihead.layer.checks import (
+    brings_its_weights,
+    check_call,
+    check_input,
+    check_lengths,
+    check_positions,
+    check_values,
+)
 from multihead.lens import Lens, look
+from multihead.lens.why import Origin, in_terms_of_x
 from multihead.masks import Mask, Window, as_mask, lower
+from multihead.masks.intervals import Frame, Visible
 from multihead.positions import RoPE
-from multihead.project import project
 from multihead.sizes import Sizes, check_floating, check_numbers
 
 INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
+
+
+@dataclass
+class _Asked:
+    """What one call of the layer was given."""
+
+    x: Tensor
+    context: Tensor | None
+    mask: Mask | Tensor | None
+    positions: Tensor | None
+    context_positions: Tensor | None
+    cache: Cache | ContextCache | None
+    lengths: Tensor | list[int] | None
+    bias: Tensor | None
+    values: Tensor | None
+    backend: str | None
+    watched: Reason | None  # why the projections may not be bypassed
 
 
 class MultiHeadAttention(nn.Module):
@@ -57,6 +88,9 @@ class MultiHeadAttention(nn.Module):
     >>> layer(torch.randn(4, 1024), mask=mh.Causal()).shape
     torch.Size([4, 1024])
     """
+
+    attend = staticmethod(attend)  # who computes steps 3 and 4, and who looks at them: others where q and k are spread
+    lens = staticmethod(look)  # over processes
 
     def __init__(
         self,
@@ -96,6 +130,7 @@ class MultiHeadAttention(nn.Module):
         self.softcap, self.dropout = softcap, dropout
         self.scale = s.D**-0.5 if scale is None else scale
         self._taps: tuple[tuple[steps.Tap, str | None], ...] = ()  # what `edit` and `trace` hang in, and see `_inside`
+        self._met: tuple[Visible, Mask | Tensor | None] | None = None  # for taps: what queries see, by which mask of x
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -156,6 +191,7 @@ class MultiHeadAttention(nn.Module):
         cache: Cache | ContextCache | None = None,
         lengths: Tensor | list[int] | None = None,
         bias: Tensor | None = None,
+        values: Tensor | None = None,
         backend: str | None = None,
     ) -> Tensor:
         """The seven steps.
@@ -170,45 +206,44 @@ class MultiHeadAttention(nn.Module):
             cache: from `new_cache`: the tokens of `x` join it, and all of it is attended to.
             lengths: how many tokens of each row of `x` are real, (B,); the others join no cache and see nothing.
             bias: added to the scores; broadcasts right-aligned to (B,H,Q,K).
+            values: what values are made of, where that is not what keys are made of, and of its shape.
             backend: see `mh.attend`.
 
         Returns:
             the shape of `x`.
         """
+        watched = modules_watched(backend)
+        if watched is None and self._wants_gradient(x, context, values):
+            watched = eligible.GRADIENT
         plain = positions is None and context_positions is None and cache is None and lengths is None and bias is None
-        if plain:
-            output = whole.layer(self, x, context, mask, backend)
-            if output is not None:
+        if plain and values is None and watched is None and self.attend is attend:
+            output = in_one_call.layer(self, x, context, mask)
+            if isinstance(output, Tensor):
                 return output
+        asked = _Asked(x, context, mask, positions, context_positions, cache, lengths, bias, values, backend, watched)
         if not isinstance(cache, Cache) or torch.compiler.is_compiling():
-            return self._seven_steps(x, context, mask, positions, context_positions, cache, lengths, bias, backend)
+            return self._seven_steps(asked)
         before = cache.mark()
         try:
-            return self._seven_steps(x, context, mask, positions, context_positions, cache, lengths, bias, backend)
+            return self._seven_steps(asked)
         except Exception:
             cache.back_to(before)  # a call that fails leaves the cache as it was
             raise
 
-    def _seven_steps(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Tensor | None,
-        context_positions: Tensor | None,
-        cache: Cache | ContextCache | None,
-        lengths: Tensor | list[int] | None,
-        bias: Tensor | None,
-        backend: str | None,
-    ) -> Tensor:
-        q_heads, k_heads, v_heads, visible = self._meet(
-            x, context, mask, positions, context_positions, cache, lengths, backend
-        )
-        heads = self._tap("heads", self._score_and_mix(q_heads, k_heads, v_heads, visible, bias, backend))  # steps 3, 4
+    def _seven_steps(self, asked: _Asked) -> Tensor:
+        q_heads, k_heads, v_heads, visible = self._project_and_split(asked)  # steps 1 and 2
+        heads = self._score_and_mix(q_heads, k_heads, v_heads, visible, asked.bias, asked.backend)  # steps 3 and 4
+        heads = self._tap("heads", heads)
         transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
         merged = self._tap("merged", steps.concatenate(transposed))  # step 6: (B, N, H·V)
-        output = self._tap("output", project(self.o_proj, merged, backend))  # step 7: (B, N, E)
-        return output if x.dim() == 3 else output[0]
+        output = self._tap("output", project(self.o_proj, merged, asked.watched))  # step 7: (B, N, E)
+        return output if asked.x.dim() == 3 else output[0]
+
+    def _wants_gradient(self, *given: Tensor | None) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        wanted = any(isinstance(t, Tensor) and t.requires_grad for t in given)
+        return wanted or any(p.requires_grad for p in self.parameters())
 
     def look(
         self,
@@ -229,28 +264,26 @@ class MultiHeadAttention(nn.Module):
         if self._inside == "change":
             raise ValueError("scores, masked or weights are patched: a lens knows only what q and k make of them")
         cache = cache.fork() if isinstance(cache, Cache) else cache
-        q, k, _, visible = self._meet(x, context, mask, positions, context_positions, cache, lengths, None)
-        return look(q, k, visible, scale=self.scale, softcap=self.softcap, sinks=self.sinks, bias=bias)
+        watched = modules_watched()
+        asked = _Asked(x, context, mask, positions, context_positions, cache, lengths, bias, None, None, watched)
+        q, k, _, visible = self._project_and_split(asked)
+        lens = self.lens(q, k, visible, scale=self.scale, softcap=self.softcap, sinks=self.sinks, bias=bias)
+        here = cache is None and self.lens is look  # all that q and k were made of is at hand
+        lens.origin = in_terms_of_x(self, x, context, positions, context_positions) if here else Origin(self.rope)
+        return lens
 
-    def _meet(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Tensor | None,
-        context_positions: Tensor | None,
-        cache: Cache | ContextCache | None,
-        lengths: Tensor | list[int] | None,
-        backend: str | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Visible]:
-        """Steps 1 and 2, where queries, keys and values are ready to meet, and who may see whom."""
-        check_call(x, context, cache, context_positions, self.sizes, self.q_proj)
+    def _project_and_split(self, asked: _Asked) -> tuple[Tensor, Tensor, Tensor, Visible]:
+        """Steps 1 and 2: queries, keys and values, head by head, and which keys each query may see."""
+        x, context, values, cache, mask = asked.x, asked.context, asked.values, asked.cache, asked.mask
+        check_call(x, context, cache, asked.context_positions, self.sizes, self.q_proj)
+        check_values(values, x, context, cache, self.sizes, self.v_proj)
         if x.dim() == 2:
             x = x[None]
-            context = None if context is None else context[None] if context.dim() == 2 else context
-        real = check_lengths(lengths, x, context, cache)
-        q = self._tap("q", project(self.q_proj, x, backend).unflatten(-1, (-1, self.sizes.D)))  # step 1: (B, N, H, D)
-        positions = self._positions("positions", positions, x, cache.length if isinstance(cache, Cache) else 0)
+            context, values = (t[None] if t is not None and t.dim() == 2 else t for t in (context, values))
+        real = check_lengths(asked.lengths, x, context, cache)
+        q = project(self.q_proj, x, asked.watched)  # step 1
+        q = self._tap("q", q.unflatten(-1, (-1, self.sizes.D)))  # (B, N, H, D)
+        positions = self._positions("positions", asked.positions, x, cache.length if isinstance(cache, Cache) else 0)
         q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
 
         if isinstance(cache, ContextCache):
@@ -258,7 +291,7 @@ class MultiHeadAttention(nn.Module):
             cache.check(x.shape[0], self.sizes)
             frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
         else:
-            k_heads, v_heads = self._keys_and_values(x, context, positions, context_positions, backend)
+            k_heads, v_heads = self._keys_and_values(x, context, values, positions, asked)
             if cache is not None:
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
                 k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
@@ -268,15 +301,18 @@ class MultiHeadAttention(nn.Module):
                 frame = Frame.of(x.shape[1], k_heads.shape[2], x.device, used=real, real=real)
         k_heads, v_heads = self._tap("k_heads", k_heads), self._tap("v_heads", v_heads)
 
-        return q_heads, k_heads, v_heads, lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
+        visible = lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
+        if self._taps:
+            self._met = visible, mask if context is None and not isinstance(cache, ContextCache) else None
+        return q_heads, k_heads, v_heads, visible
 
     def _keys_and_values(
         self,
         x: Tensor,
         context: Tensor | None,
+        values: Tensor | None,
         positions: Tensor | None,
-        context_positions: Tensor | None,
-        backend: str | None,
+        asked: _Asked,
     ) -> tuple[Tensor, Tensor]:
         """Steps 1 and 2 for k and v."""
         if context is None:
@@ -287,9 +323,11 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"context has shape {tuple(context.shape)}: expected (B,K,C) with B={x.shape[0]}, as x"
                 )
-            source, where = context, self._positions("context_positions", context_positions, context, 0)
-        k = self._tap("k", project(self.k_proj, source, backend).unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
-        v = self._tap("v", project(self.v_proj, source, backend).unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
+            source, where = context, self._positions("context_positions", asked.context_positions, context, 0)
+        k = project(self.k_proj, source, asked.watched)  # step 1
+        v = project(self.v_proj, source if values is None else values, asked.watched)
+        k = self._tap("k", k.unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
+        v = self._tap("v", v.unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
         return self._turn(k, self.k_norm, where), steps.split(v)  # (B, G, K, D), (B, G, K, V)
 
     def _turn(self, t: Tensor, norm: nn.RMSNorm | None, positions: Tensor | None) -> Tensor:
@@ -313,13 +351,13 @@ class MultiHeadAttention(nn.Module):
             return self._written_out(q, k, v, visible, options, dropout)
         if self._inside == "watch":  # the kernel that runs is the one that would have run unwatched
             self._written_out(q, k, v, visible, options, 0.0)
-        return attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
+        return self.attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
 
     def _written_out(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict[str, Any], dropout: float
     ) -> Tensor:
         """Steps 3 and 4 as the specification has them, shown to the taps."""
-        call = prepare(q, k, v, visible, dropout=dropout, want_lse=False, **options)
+        call = prepare(Arguments(q, k, v, visible, dropout=dropout, **options))
         seed = torch.randint(2**63 - 1, (), device=q.device) if dropout else None
         drops: dict[str, Any] = {"dropout": dropout, "seed": seed, "tap": self._tap}
         with without_autocast(call.q.device):
@@ -360,14 +398,16 @@ class MultiHeadAttention(nn.Module):
             check_input("context", context, self.sizes.C, self.k_proj)
             context = context[None] if context.dim() == 2 else context
             where = self._positions("context_positions", context_positions, context, 0)
-            k = project(self.k_proj, context).unflatten(-1, (-1, self.sizes.D))
-            v = project(self.v_proj, context).unflatten(-1, (-1, self.sizes.V))
+            watched = modules_watched()
+            k = project(self.k_proj, context, watched).unflatten(-1, (-1, self.sizes.D))
+            v = project(self.v_proj, context, watched).unflatten(-1, (-1, self.sizes.V))
             return ContextCache(self._turn(k, self.k_norm, where), steps.split(v), self.sizes)
         if dtype is not None:
             check_floating("dtype=", dtype)
         made = next((p for p in (*self.k_proj.parameters(), *self.parameters()) if p.dtype.is_floating_point), None)
         if made is not None:  # a quantised layer may have none: then torch's defaults
-            device, dtype = made.device if device is None else device, made.dtype if dtype is None else dtype
+            device = made.device if device is None and not brings_its_weights(self.k_proj) else device
+            dtype = made.dtype if dtype is None else dtype
         width = getattr(self.k_proj, "out_features", self.sizes.G * self.sizes.D)  # a replacement need not say
         return Cache(
             batch,

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from multihead.backends import under_autocast
 from multihead.cache import Cache, ContextCache
-from multihead.intervals import inside_torch_func, readable
+from multihead.call import under_autocast
 from multihead.masks import check_broadcast
+from multihead.masks.intervals import inside_torch_func, readable
 from multihead.sizes import Sizes, check_floating, describe
 
 
@@ -49,10 +49,15 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
     if x.shape[-1] != width:
         raise ValueError(f"{name} has shape {tuple(x.shape)}: expected the last axis to be {letter}={width}")
     check_floating(f"{name} has dtype ", x.dtype)
-    if type(projection) is nn.Linear and not under_autocast(x.device):
+    if type(projection) is nn.Linear and not brings_its_weights(projection) and not under_autocast(x.device):
         weight = projection.weight
         if (x.dtype, x.device) != (weight.dtype, weight.device):
             raise ValueError(f"{name} is {describe(x)}, but the layer's weights are {weight.dtype} on {weight.device}")
+
+
+def brings_its_weights(projection: nn.Module) -> bool:
+    """Whether its weights are elsewhere until it is called, as accelerate's offloading has it: they are on meta."""
+    return "forward" in vars(projection) and next(projection.parameters()).is_meta
 
 
 def check_positions(name: str, given: Tensor | None, x: Tensor) -> None:
@@ -63,6 +68,25 @@ def check_positions(name: str, given: Tensor | None, x: Tensor) -> None:
         what = describe(given) if isinstance(given, Tensor) else repr(given)
         raise TypeError(f"{name} is {what}: expected a tensor of whole numbers")
     check_broadcast(name, given, x.shape[:2], "(B,N)")
+
+
+def check_values(
+    values: Tensor | None,
+    x: Tensor,
+    context: Tensor | None,
+    cache: Cache | ContextCache | None,
+    sizes: Sizes,
+    v_proj: nn.Module,
+) -> None:
+    """Refuse values that are not made of as many items as the keys are."""
+    if values is None:
+        return
+    if isinstance(cache, ContextCache):
+        raise ValueError("the cache already holds the keys and values of a context: leave out values=")
+    check_input("values", values, sizes.C, v_proj)
+    name, keys = ("x", x) if context is None else ("context", context)
+    if values.shape != keys.shape:
+        raise ValueError(f"values has shape {tuple(values.shape)}: expected {tuple(keys.shape)}, as {name}")
 
 
 def check_lengths(

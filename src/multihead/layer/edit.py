@@ -8,7 +8,8 @@ from torch import Tensor
 
 from multihead import steps
 from multihead.layer import INSIDE, MultiHeadAttention
-from multihead.masks import check_broadcast
+from multihead.masks import Joined, Mask, Padding, check_broadcast
+from multihead.masks.intervals import Visible
 
 NAMES = ("q", "k", "v", "q_heads", "k_heads", "v_heads", *INSIDE, "heads", "transposed", "merged")
 
@@ -25,6 +26,7 @@ def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: str | None) -> Ite
         yield
     finally:  # this tap only: blocks that overlap may end in any order
         layer._taps = tuple(hung for hung in layer._taps if hung[0] is not tap)
+        layer._met = None
 
 
 @contextmanager
@@ -63,8 +65,8 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
     Args:
         layer: the layer.
         heads: which heads, 0…H−1.
-        with_: "zero"; "mean", the head's mean over this call's batch and positions; or a tensor that broadcasts to
-            (B, len(heads), Q, V).
+        with_: "zero"; "mean", the head's mean over this call's batch and positions, padded ones left out; or a tensor
+            that broadcasts to (B, len(heads), Q, V).
 
     >>> layer, x = mh.MultiHeadAttention(32, heads=4), torch.randn(5, 32)
     >>> with mh.ablate(layer, heads=range(4)):
@@ -75,8 +77,34 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
     fn = replacement(heads, with_)
     width = getattr(layer.q_proj, "out_features", layer.sizes.H * layer.sizes.D)  # a layer may be sharded by heads
     check_heads([heads] if isinstance(heads, int) else heads, width // layer.sizes.D)
-    with patch(layer, "heads", fn):
+
+    def replaced(t: Tensor) -> Tensor:
+        visible, mask = layer._met or (None, None)
+        return fn(t, None if visible is None else real_queries(visible, _pads(mask)))
+
+    with patch(layer, "heads", replaced):
         yield
+
+
+def real_queries(visible: Visible, own_keys: bool) -> Tensor | None:
+    """Which queries do not stand on padding, (B, Q) or (1, Q); None: all of them.
+
+    One that sees nothing does; and where the keys are the queries' own, one whose key nobody sees.
+    """
+    if visible.is_everything:
+        return None
+    allowed = visible.allowed(None)
+    allowed = allowed[(None,) * (4 - allowed.dim())]  # (B, H, Q, K), an axis that does not matter being 1
+    allowed = allowed.expand(*allowed.shape[:2], visible.Q, visible.K)
+    real = allowed.any(-1).any(1)
+    if own_keys and visible.Q == visible.K:
+        real = real & allowed.any(-2).any(1)
+    return real if bool(real.any()) else None
+
+
+def _pads(mask: Mask | Tensor | None) -> bool:
+    parts = mask.parts if isinstance(mask, Joined) else (mask,)
+    return any(isinstance(part, Padding) for part in parts)
 
 
 def check_heads(heads: Sequence[int], H: int) -> None:
@@ -84,8 +112,11 @@ def check_heads(heads: Sequence[int], H: int) -> None:
         raise ValueError(f"heads={list(heads)}: expected head numbers 0…{H - 1}")
 
 
-def replacement(heads: int | Sequence[int], with_: str | Tensor) -> Callable[[Tensor], Tensor]:
-    """A function of what all heads put out, (B, H, Q, V), that replaces these heads' part of it; see `ablate`."""
+def replacement(heads: int | Sequence[int], with_: str | Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """A function of what all heads put out, (B, H, Q, V), and of which queries are real, (B, Q) or None for all.
+
+    It replaces these heads' part of it; see `ablate`.
+    """
     if not isinstance(heads, int | Iterable) or isinstance(heads, str):
         raise TypeError(f"heads={heads!r}: expected a head number or several of them")
     chosen = [heads] if isinstance(heads, int) else list(heads)
@@ -94,7 +125,7 @@ def replacement(heads: int | Sequence[int], with_: str | Tensor) -> Callable[[Te
     if not isinstance(with_, Tensor) and with_ not in ("zero", "mean"):
         raise ValueError(f"with_={with_!r}: expected 'zero', 'mean' or a tensor")
 
-    def replace(t: Tensor) -> Tensor:
+    def replace(t: Tensor, real: Tensor | None = None) -> Tensor:
         check_heads(chosen, t.shape[1])
         index = torch.tensor(chosen, device=t.device, dtype=torch.long)
         old = t.index_select(1, index)  # (B, h, Q, V)
@@ -102,7 +133,12 @@ def replacement(heads: int | Sequence[int], with_: str | Tensor) -> Callable[[Te
             check_broadcast("with_", with_, old.shape, "(B,heads,Q,V)")
             new = with_.to(t).expand_as(old)
         elif with_ == "mean":
-            new = old.mean(dim=(0, 2), keepdim=True).expand_as(old)
+            if real is None:
+                new = old.mean(dim=(0, 2), keepdim=True).expand_as(old)
+            else:
+                counted = real.expand(len(old), -1)[:, None, :, None]  # (B, 1, Q, 1)
+                total = old.where(counted, 0).sum(dim=(0, 2), keepdim=True)
+                new = (total / counted.sum()).expand_as(old)
         else:
             new = torch.zeros_like(old)
         return t.index_copy(1, index, new)

@@ -1,14 +1,15 @@
 """Traces: the seven steps of one call, recorded, with real shapes and numbers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from multihead import terminal
-from multihead.edit import tapped
 from multihead.layer import MultiHeadAttention
+from multihead.layer.edit import tapped
+from multihead.layer.picture import render, to_text
 from multihead.masks import Mask
 from multihead.sizes import Sizes
 
@@ -71,6 +72,14 @@ STEPS = (
 )
 
 
+_page_writers: list[Callable[["Trace", str | os.PathLike], None]] = []  # the explorer, which stands on traces, joins
+
+
+def register_page(write: Callable[["Trace", str | os.PathLike], None]) -> None:
+    """Let `Trace.html` call `write`."""
+    _page_writers.append(write)
+
+
 class Trace(Mapping[str, Tensor]):
     """Every intermediate of one call by name: `t["weights"]`. Print it to see the seven steps.
 
@@ -86,9 +95,12 @@ class Trace(Mapping[str, Tensor]):
         labels: Sequence[str],
         key_labels: Sequence[str],
         mask: Mask | Tensor | None,
+        layer: MultiHeadAttention | None = None,
     ) -> None:
         self._tensors = tensors
         self.sizes, self.mask = sizes, mask
+        self.layer = layer  # the one that was called, as it is now; None where it is not one of ours
+        self.options: dict[str, Any] = {}  # scale and softcap of the call, where no layer tells
         self.labels = tuple(labels)  # a name for each query
         self.key_labels = tuple(key_labels)  # a name for each key
 
@@ -104,10 +116,19 @@ class Trace(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __str__(self) -> str:
-        return terminal.to_text(self)
+        return to_text(self)
 
     def __rich__(self) -> Any:
-        return terminal.render(self)
+        return render(self)
+
+    def html(self, path: str | os.PathLike) -> None:
+        """Write the explorer's page of this trace: one file that works from disk, without Python and without a network.
+
+        The four matrices in it are those that the layer has now.
+        """
+        if not _page_writers:
+            raise RuntimeError("the explorer is not there: expected `import multihead`, which brings it")
+        _page_writers[-1](self, path)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in self.items())
@@ -163,4 +184,4 @@ def trace(
         if given is not None and len(given) != count:
             raise ValueError(f"{what} has {len(given)} names: expected {count}, one for each row")
         names.append([str(n) for n in range(count)] if given is None else [str(name) for name in given])
-    return Trace(tensors, layer.sizes, names[0], names[1], mask)
+    return Trace(tensors, layer.sizes, names[0], names[1], mask, layer)

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from multihead import plots, steps, terminal
-from multihead.attend import attend, attend_and_weigh, prepare
-from multihead.backends import Call, statistics, without_autocast
-from multihead.backends.region import SIDE, At, Region, Scan
-from multihead.intervals import Visible
+from multihead import steps
+from multihead.attention import compute, largest, prepare
+from multihead.call import Arguments, Call, without_autocast
+from multihead.lens import plots, statistics
+from multihead.lens.picture import draw_lens
+from multihead.lens.region import SIDE, At, Region, Scan
+from multihead.lens.selections import Chosen, Selection, choose, count, take
+from multihead.lens.why import Origin, Why, resolve, split
 from multihead.masks import Mask
-from multihead.selections import Chosen, Selection, choose, count, take
+from multihead.masks.intervals import Visible
 from multihead.sizes import describe, require_int
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ def look(
     >>> lens.rows(-1).shape, lens.map(64, 64, keys=range(4000, 4096)).shape
     (torch.Size([1, 8, 1, 4096]), torch.Size([1, 8, 64, 64]))
     """
-    return Lens(prepare(q, k, k, mask, scale, softcap, sinks, bias, 0.0, False), lse)
+    return Lens(prepare(Arguments(q, k, k, mask, scale, softcap, sinks, bias)), lse)
 
 
 def attend_with_weights(
@@ -78,14 +81,11 @@ def attend_with_weights(
 
     Asking for weights never changes which kernel runs. Where it is the native one, it gives them itself.
     """
-    call = prepare(q, k, v, mask, scale, softcap, sinks, bias, dropout, False)
-    with without_autocast(call.q.device):
-        both = attend_and_weigh(call)
-    if both is not None:
-        return both
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    heads, lse = attend(q, k, v, mask, dropout=dropout, return_lse=True, **options)
-    return heads, look(q, k, mask, lse=lse, **options).weights()
+    given = Arguments(q, k, v, mask, scale, softcap, sinks, bias, dropout, want_lse=True)
+    out, lse, _, weights = compute(given, want_weights=True)
+    if weights is None:
+        weights = look(q, k, mask, scale=scale, softcap=softcap, sinks=sinks, bias=bias, lse=lse).weights()
+    return out, weights
 
 
 class Lens:
@@ -107,6 +107,7 @@ class Lens:
         self._lse = None if self._given is None else self._given.detach()
         self._scanned: Scan | None = None
         self._received: Tensor | None = None
+        self.origin: Origin | None = None  # where q and k came from, if that is known
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -130,6 +131,30 @@ class Lens:
     def lse(self) -> Tensor:
         """The log-sum-exp of each query, (B,H,Q), sinks included; −inf where nothing is seen."""
         return self._refuse_gradient("lse", self._lse_of().to(self._region.exact, copy=True))
+
+    def max_logit(self) -> Tensor:
+        """The largest score of each head, (B,H), after scale, softcap, bias and mask: −inf where nothing is seen."""
+        with without_autocast(self.device):
+            return largest.of_scores(self._call)
+
+    @torch.no_grad()
+    def why(self, query: int, key: int, head: int, batch: int = 0) -> Why:
+        """Why `query` attends to `key` in `head`: its score, split into terms that add up to it. Print it.
+
+        By dimension of the head always; by RoPE frequency and by source where the lens comes from a layer, and in the
+        models of this package by every source (embedding, each earlier layer's heads and MLP, biases).
+
+        >>> layer, x = mh.MultiHeadAttention(32, heads=4, rope=True), torch.randn(5, 32)
+        >>> why = layer.look(x, mask=mh.Causal()).why(query=3, key=1, head=2)
+        >>> why.sources, why.terms.shape, why.frequencies.shape, why.dimensions.shape
+        (['x', 'bias'], torch.Size([2, 2]), torch.Size([4]), torch.Size([8]))
+        >>> all(abs(float(t.sum()) - why.score) < 1e-5 for t in (why.terms, why.frequencies, why.dimensions))
+        True
+        """
+        place = b, h, i, j = resolve(self.shape, batch, head, query, key)
+        part = self._region.select(*self._choose(h, i)[:2])
+        masked, weight = float(_masked(part)[b, 0, 0, j]), float(self.rows(i, h)[b, 0, 0, j])
+        return split(place, part.q[b, 0, 0], part.k[b, 0, j], part.scale, masked, weight, self.origin)
 
     def rows(self, queries: Selection, heads: Selection = None) -> Tensor:
         """All weights of some queries: (B,H,q,K)."""
@@ -249,7 +274,7 @@ class Lens:
         yield from statistics.tiles(self._region, self._lse_of(), all_heads)
 
     def plot(self, what: str = "map", **options: Any) -> "Figure":
-        """A matplotlib figure; see `multihead.plots`. Needs `pip install "multihead[plot]"`.
+        """A matplotlib figure; see `multihead.lens.plots`. Needs `pip install "multihead[plot]"`.
 
         Args:
             what: "map", the weights of each head pooled to at most 256 × 256; "weights", not pooled; "entropy", of
@@ -271,7 +296,7 @@ class Lens:
         1   50  50   ·
         2   33  33  33
         """
-        return terminal.draw_lens(self, height, width, pool, heads, batch)
+        return draw_lens(self, height, width, pool, heads, batch)
 
     def __repr__(self) -> str:
         (B, H, Q, K), k = self.shape, self._call.k
@@ -312,10 +337,15 @@ class Lens:
 class _Refusal(torch.autograd.Function):
     """A result that has no gradient and says so when asked for one."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, name: str, result: Tensor, *sources: Tensor) -> Tensor:
-        ctx.name = name
+    def forward(name: str, result: Tensor, *sources: Tensor) -> Tensor:
         return result.view_as(result)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.name = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

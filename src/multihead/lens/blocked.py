@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from multihead.backends import without_autocast
-from multihead.backends.region import At, Region, Scan
+from multihead.call import without_autocast
+from multihead.lens.region import At, Region, Scan
 
 Tiles = Callable[[Region, Tensor], Iterator[tuple[At, Tensor]]]
 

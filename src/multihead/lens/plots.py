@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multihead.selections import Chosen, Selection, choose, count
+from multihead.lens.selections import Chosen, Selection, choose, count
 from multihead.sizes import require_int
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ nothing, and a tile in which all is visible is not masked.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multihead.backends import Call, without_autocast
-from multihead.selections import Chosen, take
+from multihead.call import Call, without_autocast
+from multihead.lens.selections import Chosen, take
 
 TILE = 2**19  # scores in a tile: on a CPU they stay in the cache
 TILE_ELSEWHERE = 2**23  # enough to fill an accelerator
@@ -61,6 +61,8 @@ class Region:
     scale: float
     softcap: float | None
     sinks: Tensor | None  # (H,)
+    v: ClassVar[None] = None  # a call without values, as the kernel reads it
+    dropout: ClassVar[float] = 0.0
 
     @staticmethod
     def of(call: Call) -> "Region":
@@ -134,10 +136,9 @@ class Region:
         """The dtype of scores and of the log-sum-exp.
 
         A product rounds differently in tiles of different shape, by up to eps·|score|, and exp makes that the relative
-        error of a weight. So the scores of float32 are float64 where that costs little: on a CPU.
+        error of a weight. So scores are float64 where that costs little: on a CPU.
         """
-        here = self.q.device.type == "cpu" and self.q.dtype == torch.float32
-        return torch.float64 if here else self.exact
+        return torch.float64 if self.q.device.type == "cpu" else self.exact
 
     def numbers(self, keys: slice) -> Tensor:
         """The numbers that some of the region's keys have in the call."""

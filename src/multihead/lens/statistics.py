@@ -16,9 +16,8 @@ the log-sum-exp needs one pass for any of these:
 `lse` is that of the region's queries over *all* keys of the call, sinks included: (B,H,Q) of dtype `region.wide` or
 wider, −inf where a query sees nothing. Results have dtype `region.exact`.
 
-The rule: the C++ kernel computes what it accepts (`native_statistics.accepts`: ordinary CPU tensors, outside tracing),
-and plain torch the rest, tile by tile. Whoever it is computes every pass of a lens: a score is then the same number in
-each.
+The rule: the C++ kernel computes what is eligible (`eligible.scores`), and plain torch the rest, tile by tile. Whoever
+it is computes every pass of a lens: a score is then the same number in each.
 """
 
 from collections.abc import Iterator
@@ -26,43 +25,48 @@ from types import ModuleType
 
 from torch import Tensor
 
-from multihead.backends import blocked, native_statistics
-from multihead.backends.region import At, Region, Scan
+from multihead.kernel import eligible
+from multihead.kernel import statistics as by_kernel
+from multihead.lens import blocked
+from multihead.lens.region import At, Region, Scan
 
 
-def _who(region: Region) -> ModuleType:
-    return native_statistics if native_statistics.accepts(region) else blocked
+def _chosen(region: Region) -> ModuleType:
+    return by_kernel if eligible.scores(region) is None else blocked
 
 
 def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = True) -> Scan:
     """The log-sum-exp of each query, unless given, and entropy and peak, in one pass."""
     if lse is not None and not entropy_and_peak:
         return Scan(lse, None, None, None)
-    return _who(region).scan(region, lse, entropy_and_peak)
+    return Scan(*_chosen(region).scan(region, lse, entropy_and_peak))
 
 
 def top(region: Region, lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest weights of each query and their keys, largest first, ties by key; 0 and −1 where fewer are seen."""
-    return _who(region).top(region, lse, n)
+    return _chosen(region).top(region, lse, n)
 
 
 def mass(region: Region, lse: Tensor) -> Tensor:
-    return _who(region).mass(region, lse)
+    return _chosen(region).mass(region, lse)
 
 
 def received(region: Region, lse: Tensor) -> Tensor:
-    return _who(region).received(region, lse)
+    return _chosen(region).received(region, lse)
 
 
 def pooled(region: Region, lse: Tensor, height: int, width: int, pool: str) -> Tensor:
     """The weights as a picture of height × width: the mean or the largest weight of each bin, hidden ones as 0."""
-    return _who(region).pooled(region, lse, height, width, pool)
+    chosen = _chosen(region)
+    if chosen is by_kernel and not by_kernel.ascends(region):
+        return blocked.pooled(region, lse, height, width, pool, by_kernel.tiles)
+    return chosen.pooled(region, lse, height, width, pool)
 
 
 def weights(region: Region, lse: Tensor) -> Tensor:
-    return _who(region).weights(region, lse)
+    return _chosen(region).weights(region, lse)
 
 
 def tiles(region: Region, lse: Tensor, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
     """Every weight that may be more than 0, once: where, and a tile (b, h, q, k) of its own, 0 where hidden."""
-    return _who(region).tiles(region, lse, all_heads)
+    return _chosen(region).tiles(region, lse, all_heads)

@@ -5,6 +5,7 @@ images to train on and 10,000 to test with, 28 × 28 pixels, a light thing on bl
 """
 
 import gzip
+import io
 import os
 import warnings
 import zlib
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-    Source = str | os.PathLike | Image.Image | Tensor | np.ndarray
+    Source = str | os.PathLike | bytes | Image.Image | Tensor | np.ndarray
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 LABELS = (
@@ -30,7 +31,7 @@ MOST_PIXELS = 100_000_000  # a small file can claim to be a huge picture
 
 
 def read(image: "Source", size: int) -> Tensor:
-    """Any picture as (size, size) grey pixels, 0 black to 1 white.
+    """Any picture (a file, its bytes, a Pillow image, a tensor or an array) as (size, size) grey pixels, 0 black to 1.
 
     Transparent parts are black. A picture on a light ground is turned into its negative, because the model was trained
     on light things on black. It is fitted into the middle of a square, not stretched.
@@ -68,14 +69,14 @@ def _open(image: "Source") -> "Image.Image":
 
     if isinstance(image, Image.Image):
         return image
-    if isinstance(image, str | os.PathLike):
-        path = Path(image)
-        if not path.is_file():
+    if isinstance(image, str | os.PathLike | bytes):
+        path: Path | str = "the picture" if isinstance(image, bytes) else Path(image)
+        if isinstance(path, Path) and not path.is_file():
             raise FileNotFoundError(f"{path}: there is no such file")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                picture = Image.open(path)
+                picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else path)
             with picture:
                 if picture.width * picture.height > MOST_PIXELS:
                     raise ValueError(

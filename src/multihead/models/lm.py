@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 from multihead.cache import Cache
 from multihead.masks import Causal
 from multihead.models import induction, sampling
-from multihead.models.blocks import Stack
+from multihead.models.blocks import Given, Stack
 from multihead.positions import RoPE
 from multihead.sizes import require_int
 
@@ -65,9 +65,9 @@ class LanguageModel(Stack):
     def embed(self, items: Tensor) -> Tensor:
         return self.embedding(items) * (0.5 * self.embedding.embedding_dim**0.5)  # at 1 they would drown what heads add
 
-    def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None, mask: Given = "own") -> Tensor:
         """For each token, the logits of the one that follows: (B, N) whole numbers → (B, N, vocabulary)."""
-        return linear(self.contextualise(tokens, caches), self.embedding.weight)
+        return linear(self.contextualise(tokens, caches, mask), self.embedding.weight)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """The mean of −ln p of each token of (B, N) but the first."""

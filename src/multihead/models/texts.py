@@ -72,6 +72,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._trained.decode(list(tokens), skip_special_tokens=False)
 
+    def piece(self, token: int) -> str | None:
+        """The token's name in the vocabulary, a letter for each byte; None where it has none."""
+        return self._trained.id_to_token(token)
+
     def pieces(self, text: str) -> list[str]:
         """The text as it is cut; of a character that is cut itself, each part is shown as �."""
         return [self.decode([token]) for token in self.encode(text)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from multihead.models.blocks import Stack
+from multihead.models.blocks import Given, Stack
 from multihead.sizes import require_int
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class VisionTransformer(Stack):
         patches = self.patch_embedding(2 * self.cut(items) - 1)  # grey is 0
         return torch.cat([self.class_token.expand(len(items), 1, -1), patches], dim=1) + self.positions
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, mask: Given = "own") -> Tensor:
         """The logits of each class: (B, size, size), 0 black to 1 white → (B, classes)."""
-        return self.classifier(self.contextualise(pixels)[:, 0])
+        return self.classifier(self.contextualise(pixels, mask=mask)[:, 0])
 
     def loss(self, pixels: Tensor, classes: Tensor) -> Tensor:
         """The mean of −ln p of the true class."""

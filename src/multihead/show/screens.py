@@ -1,6 +1,6 @@
 """What `multihead show` prints: a text through a language model, or a picture through a vision transformer.
 
-As in `terminal`, colour helps and is never needed.
+As in `draw`, colour helps and is never needed.
 """
 
 import os
@@ -13,14 +13,17 @@ from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from multihead.draw import SHADES, heat_map, visible
 from multihead.heads import first_token, previous_token
+from multihead.layer.picture import render
+from multihead.layer.trace import Trace
 from multihead.models import LanguageModel, VisionTransformer, load, samples
 from multihead.models.images import SUFFIXES
 from multihead.models.store import NAMES
-from multihead.terminal import SHADES, render, visible
 
 if TYPE_CHECKING:
     from multihead.lens import Lens
@@ -31,8 +34,11 @@ LIKELIEST = 5
 INK = "·░▒▓█"  # of a pixel, dark to light
 
 
-def show(what: str, layer: int | None = None, model: str | None = None) -> RenderableType:
-    """The screen for a text, or for the path of a picture, through a model: by name, or the package's own."""
+def show(what: str, layer: int | None = None, model: str | None = None, *, brief: bool = False) -> RenderableType:
+    """The screen for a text, or for the path of a picture, through a model: by name, or the package's own.
+
+    `brief`: what fits on one screen; else every step with its numbers.
+    """
     is_picture = what.lower().endswith(SUFFIXES) or os.path.isfile(what)  # a long text is no path, and no error
     if model is None:
         model = "vit" if is_picture else "lm"
@@ -41,17 +47,28 @@ def show(what: str, layer: int | None = None, model: str | None = None) -> Rende
             raise ValueError(f"{what} is a picture: expected a text with --model={model}, a Hugging Face model")
         try:
             import multihead.hf.screen
-        except ImportError as error:
-            raise ValueError(f'model={model!r}: a Hugging Face model needs `pip install "multihead[hf]"`') from error
-        return multihead.hf.screen.show(model, what, 0 if layer is None else layer)
+
+            return multihead.hf.screen.show(model, what, 0 if layer is None else layer)
+        except (ImportError, RuntimeError) as error:
+            if isinstance(error, ImportError) and error.name == "transformers":
+                needs = 'a Hugging Face model needs `pip install "multihead[hf]"`'
+                raise ValueError(f"model={model!r}: {needs}") from error
+            raise ValueError(f"model={model!r}: transformers cannot be used: {_first_cause(error)}") from error
     loaded = load(model)
     if isinstance(loaded, VisionTransformer):
         if not is_picture:
             raise ValueError(f"{what!r} is a text: expected the path of a picture with --model={model}")
-        return image(loaded, what, -1 if layer is None else layer)
+        return (brief_image if brief else image)(loaded, what, -1 if layer is None else layer)
     if is_picture:
         raise ValueError(f"{what} is a picture: expected a text with --model={model}")
-    return text(loaded, what, 0 if layer is None else layer)
+    return (brief_text if brief else text)(loaded, what, 0 if layer is None else layer)
+
+
+def _first_cause(error: BaseException) -> str:
+    """What the innermost of chained errors says: transformers hides an import that failed behind another."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return f"{type(error).__name__}: {error}"
 
 
 def sample(label: str) -> Path:
@@ -160,6 +177,14 @@ def _patches(pixels: Tensor, patch: int) -> Text:
 
 
 def _class_token(weights: Tensor, grid: int) -> RenderableType:
+    return Group(
+        Text("no mask: every item sees every item", "italic"),
+        Text("the weight it gives to each patch, by head:", "italic"),
+        Columns(_maps(weights, grid), padding=(0, 3)),
+    )
+
+
+def _maps(weights: Tensor, grid: int) -> list[Text]:
     """Each head's weights (H, 1 + grid²), patch by patch, from nothing to the most that a patch of the head has."""
     maps = []
     for head, row in enumerate(weights.tolist()):
@@ -173,8 +198,76 @@ def _class_token(weights: Tensor, grid: int) -> RenderableType:
                 picture.append(ink, f"not bold rgb({heat},{round(heat * 0.55)},{60 - round(heat * 0.2)})")
             picture.append("\n")
         maps.append(picture.append(f"itself {100 * row[0]:.0f} %\n", "not bold dim"))
+    return maps
+
+
+# On one screen --------------------------------------------------------------------------------------------------------
+
+SHARPEST = 2  # heads whose weights are drawn
+FEW = 3  # of the likeliest
+MOST_DRAWN = 14  # items of a heat map
+
+
+def brief_text(model: LanguageModel, said: str, layer: int = 0) -> RenderableType:
+    """The tokens, the seven steps in a line each, the two heads that look most sharply, and what comes next."""
+    assert model.tokenizer is not None
+    tokens = torch.tensor([model.tokenizer.begin(said)[: model.context]])
+    labels = [START, *model.tokenizer.pieces(said)][: model.context]
+    trace = model.trace(tokens, layer, labels)
+    with torch.inference_mode():
+        following = model(tokens)[0, -1].softmax(-1)
+    weights, hidden = trace["weights"], trace["masked"] == -torch.inf
+    entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean(-1)  # (H,)
+    sharpest = sorted(entropy.argsort()[:SHARPEST].tolist())
+    newest = slice(max(0, len(labels) - MOST_DRAWN), None)
+    names = labels[newest]
+    maps = [
+        heat_map(f"head {h}", names, names, weights[h, newest, newest], hidden[h, newest, newest], False)
+        for h in sharpest
+    ]
+    p, likeliest = following.topk(FEW)
+    cut = Text("tokens  ").append_text(Text(" ").join(Text(visible(piece), "black on yellow") for piece in labels[:24]))
     return Group(
-        Text("no mask: every item sees every item", "italic"),
-        Text("the weight it gives to each patch, by head:", "italic"),
+        _heading("language model", model, layer),
+        cut,
+        Text(),
+        _seven(trace),
+        Text(),
+        Text(
+            f"who attends to whom, {SHADES} least to most, in the sharpest {SHARPEST} of {len(entropy)} heads", "italic"
+        ),
         Columns(maps, padding=(0, 3)),
+        Text("what comes next", "italic"),
+        *(_bar(visible(model.tokenizer.decode([t])), chance) for chance, t in zip(p.tolist(), likeliest.tolist())),
     )
+
+
+def brief_image(model: VisionTransformer, picture: "Source", layer: int = -1) -> RenderableType:
+    """The patches beside where the class token looks, the seven steps in a line each, and what the picture is."""
+    from multihead.models.images import read
+
+    pixels = read(picture, model.size)
+    trace = model.trace(pixels[None], layer)
+    drawn = Table.grid(padding=(0, 3))
+    drawn.add_row(_patches(pixels, model.patch), Columns(_maps(trace["weights"][:, 0], model.grid), padding=(0, 2)))
+    return Group(
+        _heading("vision transformer", model, layer),
+        Text(f"{model.grid**2} patches and a class token, and where the class token looks, head by head", "italic"),
+        drawn,
+        _seven(trace),
+        Text(),
+        Text("what it is", "italic"),
+        *(_bar(name, p) for name, p in model.classify(pixels)[:FEW]),
+    )
+
+
+def _seven(trace: Trace) -> Table:
+    """The seven steps, a line each: what each does, and the shapes."""
+    table = Table.grid(padding=(0, 2))
+    before = trace["x"]
+    for step in trace.steps:
+        after = trace[step.names[-1]]
+        shapes = f"{tuple(before.shape)} → {tuple(after.shape)}"
+        table.add_row(f"{step.number} {step.title}", Text(step.formula.split("   ")[-1], "cyan"), Text(shapes, "dim"))
+        before = after
+    return table

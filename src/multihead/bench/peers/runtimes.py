@@ -11,7 +11,9 @@ from multihead.bench.cases import OPENVINO, ORT
 from multihead.bench.oracle import WrongResult, check
 from multihead.bench.peers import child
 
-REST = 0.05  # seconds until a runtime's idle threads sleep; 12 ms were seen to be too few
+# Seconds until a runtime's idle threads sleep. 12 ms were seen to be too few for either; after 50 ms of rest two of
+# five blocks against OpenVINO, and against nobody else, were still disturbed.
+RESTS = {ORT: 0.05, OPENVINO: 0.2}
 PATIENCE = 300  # seconds for one answer
 TRIAL = 0.1  # seconds to try each form of the graph for
 MODULES = {ORT: "onnxruntime", OPENVINO: "openvino"}
@@ -24,10 +26,8 @@ class Unavailable(Exception):
 class Runtime:
     """A contender whose calls happen, and are timed, in a child process."""
 
-    rest = REST
-
     def __init__(self, name, threads):
-        self.name, self.detail = name, ""
+        self.name, self.detail, self.rest = name, "", RESTS[name]
         # A fresh interpreter: a fork would carry torch's threads along, broken, and multiprocessing's spawn would
         # run the caller's main module again.
         self._connection, theirs = multiprocessing.Pipe()

@@ -1,0 +1,1 @@
+"""What `multihead show` prints."""
