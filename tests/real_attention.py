@@ -1,9 +1,11 @@
 """Attention as other libraries have it, from tiny random configurations: its state dict, and what it computes."""
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,19 +20,38 @@ GROUPED = MODEL | {"num_key_value_heads": G}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
+def make_torchvision_importable() -> None:
+    """A build of torchvision for another torch lacks the operators that its Python half registers for: define them."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    try:
+        for library in Path(spec.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(library)
+    except OSError:
+        for operator in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
+
+
+make_torchvision_importable()
+
+
 @dataclass
 class Real:
     """A class of another library: its state dict, and what it computes."""
 
     state: dict[str, Any]
     run: Callable[[Tensor], Tensor]
+    call: dict[str, Any] = field(default_factory=dict)  # what our layer has to be called with for the same
+    before: Callable[[Tensor], Tensor] = lambda x: x  # what theirs does to x first
 
 
 def randomised(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.3)
-    return module.eval()
+    module.eval()  # returns nothing in timm's TinyViT
+    return module
 
 
 def hf(family: str, name: str, config: str, *args: Any, **options: Any) -> tuple[Any, Any]:
@@ -153,18 +174,16 @@ def meta_llama() -> Real:
 
 def timm(qkv_bias: bool) -> Callable[[], Real]:
     def build() -> Real:
-        try:
-            importlib.import_module("torchvision")
-        except ModuleNotFoundError:
-            pytest.skip("timm is optional, and needs torchvision")
-        except RuntimeError:  # a build for another torch lacks the operators that it registers for
-            for name in ("nms", "qnms"):
-                torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
-        attention = pytest.importorskip("timm.layers.attention", reason="timm is optional", exc_type=ImportError)
-        module = randomised(attention.Attention(E, num_heads=H, qkv_bias=qkv_bias))
+        module = randomised(timm_module("layers.attention").Attention(E, num_heads=H, qkv_bias=qkv_bias))
         return Real(module.state_dict(), module)
 
     return build
+
+
+def timm_module(name: str) -> Any:
+    """A module of timm, which needs a torchvision."""
+    pytest.importorskip("torchvision", reason="timm is optional, and needs torchvision")
+    return pytest.importorskip(f"timm.{name}", reason="timm is optional", exc_type=ImportError)
 
 
 def keras(grouped: bool) -> Callable[[], Real]:

@@ -123,6 +123,55 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     mh.load_weights(layer, tensors, layout="qwen3")
 
 
+PACKED = [  # layer, written as, names both
+    ({"bias": True}, "timm", "'timm' and 'timm-per-head'"),
+    ({"bias": True}, "timm-per-head", "'timm' and 'timm-per-head'"),
+    ({"bias": True}, "timm-no-qkv-bias", "'timm-no-qkv-bias' and 'timm-per-head-no-qkv-bias'"),
+    ({"bias": False}, "nanogpt", "'nanogpt' and 'gpt-bigcode'"),
+    ({"bias": False}, "gpt-neox", "'gpt-neox' and 'ling'"),
+    ({"bias": False, "heads": 4, "kv_heads": 2}, "falcon", "'falcon' and 'ling'"),
+]
+
+
+@pytest.mark.parametrize(("given", "layout", "names"), PACKED, ids=[case[1] for case in PACKED])
+def test_packing_per_head_or_per_matrix_cannot_be_told_apart(given: dict, layout: str, names: str) -> None:
+    def made() -> mh.MultiHeadAttention:
+        layer = mh.MultiHeadAttention(E, **{"heads": H} | given)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_()
+            if layout.endswith("no-qkv-bias"):
+                for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+                    projection.bias.zero_()
+        return layer
+
+    layer, written = made(), made()
+    tensors = mh.save_weights(written, layout=layout)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    with pytest.raises(ValueError, match=f"names and shapes fit {names}, which mean different things: give layout="):
+        mh.load_weights(layer, tensors)
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    mh.load_weights(layer, tensors, layout=layout)
+    assert_close(layer.state_dict(), written.state_dict(), rtol=0, atol=0)
+
+
+def test_a_hint_never_names_the_prefix_that_was_just_refused() -> None:
+    tensors = state() | state("model.layers.2.self_attn.")
+    tensors[f"{PREFIX}q_proj.lora_A.weight"] = torch.zeros(2, E)
+    for options in ({}, {"layout": "llama"}):
+        with pytest.raises(ValueError, match=r"prefix='model.layers.2.self_attn.'") as refused:
+            mh.load_weights(make(), tensors, prefix=PREFIX.removesuffix("."), **options)
+        assert f"attention at prefix='{PREFIX}'" not in str(refused.value)
+        assert f"or '{PREFIX}'" not in str(refused.value)
+
+
+def test_the_closest_layout_is_named_only_where_it_is_close() -> None:
+    odd = {"query.bias": torch.zeros(E), "value.bias": torch.zeros(E), "dense_h.weight": torch.zeros(E, E)}
+    with pytest.raises(ValueError, match="no layout has these names") as refused:
+        mh.load_weights(make(), odd)
+    assert "closest" not in str(refused.value)
+
+
 def test_hugging_faces_spelling_is_understood() -> None:
     layer = make(bias=True)
     tensors = mh.save_weights(layer, layout="gpt_neox")
@@ -130,7 +179,7 @@ def test_hugging_faces_spelling_is_understood() -> None:
 
 
 def test_layouts_that_mean_the_same_are_not_a_question() -> None:
-    layer = make(bias=True)  # with G = H, falcon's groups are gpt-neox's heads
+    layer = make(bias=True)  # with G = H, falcon's groups are gpt-neox's heads; biases tell it from Ling's
     assert mh.load_weights(layer, mh.save_weights(layer, layout="falcon")).layout == "gpt-neox"
 
 

@@ -17,10 +17,11 @@ import torch
 from torch.testing import assert_close
 
 import multihead as mh
-from multihead.positions import alibi
+from multihead.positions import SwinBias, alibi
 from multihead.weights import LAYOUTS
 from multihead.weights.layouts import REGISTERED
 from tests import real_attention as real
+from tests import real_vision as vision
 from tests.real_attention import CONTEXT, GROUPED, MODEL, PLAIN, B, E, G, H, N, Real, by_hand, plain, randomised, rotary
 
 
@@ -44,7 +45,9 @@ CASES = [
     Case("torch", real.torch_without_bias, UNBIASED, why="no bias"),
     Case("torch-split", real.torch_split, {"context_dim": 10}, {"context": CONTEXT}),
     Case("gpt2", real.gpt2, {}, CAUSALLY),
-    Case("nanogpt", real.nanogpt, {}, CAUSALLY, why="GPT-2's names, another shape"),
+    Case("nanogpt", real.nanogpt, {}, CAUSALLY, auto=False, why="GPT-2's names, another shape"),
+    Case("gpt-bigcode", vision.gpt_bigcode(False), {}, CAUSALLY, auto=False, why="nanoGPT's names and shape"),
+    Case("gpt-bigcode", vision.gpt_bigcode(True), {"kv_heads": 1}, CAUSALLY, why="multi-query: one way to read it"),
     Case(
         "gpt-neox",
         rotary("gpt_neox", "GPTNeoX", "GPTNeoXConfig", **MODEL | {"num_attention_heads": 3}),
@@ -58,6 +61,7 @@ CASES = [
         rotary("falcon", "Falcon", "FalconConfig", **FALCON, num_kv_heads=G, new_decoder_architecture=True),
         ROPE | UNBIASED | {"kv_heads": G},
         CAUSALLY,
+        auto=False,
         why="grouped",
     ),
     Case(
@@ -72,11 +76,38 @@ CASES = [
         rotary("falcon", "Falcon", "FalconConfig", **FALCON, multi_query=False),
         ROPE | UNBIASED,
         CAUSALLY,
+        auto=False,
         why="multi-head",
     ),
+    Case(
+        "chatglm",
+        vision.per_matrix(True, mh.RoPE(pairing="interleaved", dim=2)),
+        {"rope": mh.RoPE(pairing="interleaved", dim=2), "kv_heads": G},
+        CAUSALLY,
+        why="falcon's names, per matrix",
+    ),
+    Case("ling", vision.per_matrix(False, mh.RoPE()), ROPE | UNBIASED | {"kv_heads": G}, CAUSALLY, auto=False),
+    Case("modernbert", vision.modernbert(), vision.MODERNBERT | UNBIASED),
+    Case("modernbert", vision.modernbert(attention_bias=True), vision.MODERNBERT, why="biases"),
+    Case("x-transformers", vision.x_transformers(), UNBIASED | {"head_dim": 4}, CAUSALLY),
+    Case(
+        "x-transformers",
+        vision.x_transformers(True, kv_heads=G),
+        UNBIASED | {"head_dim": 4, "kv_heads": G, "rope": mh.RoPE(pairing="interleaved")},
+        CAUSALLY,
+        why="grouped: head h reads h % G",
+    ),
     Case("bert", real.bert),
-    Case("timm", real.timm(True)),
-    Case("timm-no-qkv-bias", real.timm(False)),
+    Case("timm", real.timm(True), auto=False),
+    Case("timm-no-qkv-bias", real.timm(False), auto=False),
+    Case("tiny-vit", vision.tiny_vit, {"head_dim": 3, "value_dim": 6}),
+    Case("timm-per-head", vision.bare_tiny_vit, auto=False, why="timm's names and shape"),
+    Case("timm-per-head-no-qkv-bias", vision.per_head("qkv", "proj", bias="o"), auto=False),
+    Case("swin", vision.swin, {"head_dim": 3}),
+    Case("beit", vision.beit),
+    Case("sam", vision.sam_decoder, {"head_dim": 2}, why="H·D≠E under out_proj"),
+    Case("sam-vit", vision.sam_encoder),
+    Case("openai-whisper", vision.openai_whisper),
     Case("clip", plain("clip", "CLIPAttention", "CLIPVisionConfig", **MODEL)),
     Case("siglip", plain("siglip", "SiglipAttention", "SiglipVisionConfig", **MODEL)),
     Case("bart", by_hand("bart", "BartAttention")),
@@ -84,6 +115,7 @@ CASES = [
     Case("gpt-j", real.gptj, {"heads": 3, "rope": mh.RoPE(dim=4, pairing="interleaved")} | UNBIASED, CAUSALLY),
     Case("gpt-j", real.gptj, {"heads": 3, "rope": mh.RoPE(dim=4)} | UNBIASED, CAUSALLY, why="into a layer of halves"),
     Case("t5", real.t5, {"head_dim": 7, "scale": 1.0} | UNBIASED),
+    Case("t5", vision.t5_with_positions, {"head_dim": 7, "scale": 1.0} | UNBIASED, why="with its bias"),
     Case("llama", rotary("llama", "Llama", "LlamaConfig", **LLAMA), DECODER, CAUSALLY),
     Case(
         "llama",
@@ -138,7 +170,12 @@ CASES = [
     Case("flax", real.linen, {"head_dim": 5}),
     Case("flax", real.nnx, {"head_dim": 5}, why="nnx"),
 ]
-NOT_IN_MEMORY = {"vit", "vit-no-qkv-bias"}  # transformers 5 has these names in files only: see below
+NOT_IN_MEMORY = {
+    "vit",
+    "vit-no-qkv-bias",
+    "swin-hf",
+    "beit-hf",
+}  # transformers 5 has these names in files only: see below
 
 
 def flat(state: dict, prefix: str = "") -> dict[str, Any]:
@@ -162,7 +199,8 @@ def test_same_output_and_identical_bytes(case: Case) -> None:
     )
     x = torch.randn(B, N, E)
     with torch.no_grad():
-        assert_close(layer(x, **case.call), theirs.run(x), rtol=2e-5, atol=2e-5)
+        given = theirs.before(x)
+        assert_close(layer(given, **case.call | theirs.call), theirs.run(x), rtol=2e-5, atol=2e-5)
 
     saved = mh.save_weights(layer, layout=case.layout)
     expected = flat(theirs.state)
@@ -198,6 +236,36 @@ def test_vision_transformers_as_hugging_face_writes_them(family: str, qkv_bias: 
         assert_close(layer(x), found[0] if isinstance(found, tuple) else found, rtol=2e-5, atol=2e-5)
     written = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if name.startswith(prefix)}
     assert_close(mh.save_weights(layer, layout=layout, prefix=prefix), written, rtol=0, atol=0)
+
+
+WINDOWED = {
+    "Swin": ("swin-hf", {"embed_dim": E, "depths": [2], "num_heads": [H], "window_size": 2}, SwinBias(H, (2, 2))),
+    "Beit": (
+        "beit-hf",
+        MODEL | {"num_hidden_layers": 2, "intermediate_size": 16, "use_relative_position_bias": True},
+        SwinBias(H, (2, 2), class_token=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_swin_and_beit_as_hugging_face_writes_them(family: str, tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    layout, sizes, bias = WINDOWED[family]
+    _, module = vision.hugging_face_file(family, tmp_path, **sizes)
+    written = load_file(tmp_path / "model.safetensors")
+    table = next(name for name in sorted(written) if name.endswith("relative_position_bias_table"))
+    with torch.no_grad():
+        bias.table.copy_(written[table])
+    prefix = table[: table.index("attention.") + len("attention.")]
+    layer, x = mh.MultiHeadAttention(E, H), torch.randn(B, len(bias()[0]), E)
+    loaded = mh.load_weights(layer, tmp_path, prefix=prefix)
+    assert (loaded.layout, loaded.ignored) == (layout, [table.removeprefix(prefix)])
+    assert loaded.zeroed == ([] if family == "Swin" else ["k_bias"])
+    with torch.no_grad():
+        given = {"attention_mask": bias()[None]} if family == "Beit" else {}
+        assert_close(layer(x, bias=bias().detach()), module(x, **given)[0], rtol=2e-5, atol=2e-5)
 
 
 def test_every_layout_has_a_case_and_a_picture() -> None:

@@ -53,6 +53,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@pytest.mark.wrong
 def test_both_mistakes_are_named(pair):
     layer = layer_of(32, 4)
     report = mh.diagnose(lambda x: broken(layer, x, set(pair)), layer, torch.randn(2, 5, 32), mask=mh.Causal())

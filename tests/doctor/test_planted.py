@@ -68,6 +68,7 @@ def masks(kind: str | None, B: int):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("style", [Einsum, Views])
 @pytest.mark.parametrize(("mistake", "step", "mask"), PLAIN)
+@pytest.mark.wrong
 def test_a_planted_mistake_is_named_first(style, mistake, step, mask, sizes):
     B, N, E, H = sizes
     layer, x = layer_of(E, H), torch.randn(B, N, E)
@@ -92,6 +93,7 @@ ACROSS += [
 
 @pytest.mark.parametrize("style", [Einsum, Views])
 @pytest.mark.parametrize(("mistake", "step", "mask", "Q", "K"), ACROSS)
+@pytest.mark.wrong
 def test_a_mistake_planted_in_cross_attention(style, mistake, step, mask, Q, K):
     layer, x, context = layer_of(32, 4), torch.randn(2, Q, 32), torch.randn(2, K, 32)
     candidate = style(layer, mistake, None if mask is None else "causal")
@@ -105,6 +107,7 @@ WIDE = ["scale missing", "heads split by view without transpose", "QKV packing: 
 
 @pytest.mark.parametrize("style", [Einsum, Views])
 @pytest.mark.parametrize("mistake", WIDE)
+@pytest.mark.wrong
 def test_the_width_of_the_running_example(style, mistake):
     layer = layer_of(1024, 8)
     report = mh.diagnose(style(layer, mistake, "causal"), layer, torch.randn(4, 1024)[None], mask=mh.Causal())
@@ -113,6 +116,7 @@ def test_the_width_of_the_running_example(style, mistake):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mistake", ["scale by √E instead of √D", "mask added as 0/1", "heads merged in reverse order"])
+@pytest.mark.wrong
 def test_a_mistake_is_named_in_other_dtypes(mistake, dtype):
     layer = layer_of(32, 4).to(dtype)
     candidate = Views(layer, mistake, "causal").to(dtype)
@@ -154,6 +158,7 @@ def decoding(layer, mistake):
     "mistake",
     ["RoPE positions restarted", "RoPE applied after the cache", "RoPE applied after the cache, again and again"],
 )
+@pytest.mark.wrong
 def test_a_mistake_planted_in_a_decoding_loop(mistake):
     layer = layer_of(32, 4, kv_heads=2, rope=True)
     report = mh.diagnose(decoding(layer, mistake), layer, torch.randn(2, 6, 32), mask=mh.Causal())
@@ -197,6 +202,7 @@ MODERN = [
 @pytest.mark.parametrize("implementation", [Modern, Grouped])
 @pytest.mark.parametrize("style", ["rotate_half", "complex"])
 @pytest.mark.parametrize(("mistake", "step"), MODERN)
+@pytest.mark.wrong
 def test_a_mistake_planted_among_grouped_heads_rope_norm_softcap_and_sinks(implementation, style, mistake, step):
     pairing = "halves" if style == "rotate_half" else "interleaved"
     B, N, E, H, G = (2, 6, 32, 4, 2) if style == "complex" else (1, 9, 48, 6, 3)

@@ -47,6 +47,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
+@pytest.mark.wrong
 def test_no_false_name(what):
     layer = layer_of(E, H)
     report = mh.diagnose(lambda x: attention(layer, x, **UNKNOWN[what]), layer, torch.randn(2, 5, E))
@@ -68,8 +69,8 @@ def test_a_wrong_scale_is_measured():
 
 
 def test_wrong_heads_are_told():
-    assert "1, 3 differ; 0, 2 are right" in where("every second head silent")
-    assert "0 differ; 1, 2, 3 are right" in where("one head halved")
+    assert "these differ: 1, 3; these are right: 0, 2" in where("every second head silent")
+    assert "of 4 heads, these differ: 0; these are right: 1, 2, 3" in where("one head halved")
 
 
 def test_wrong_weights_are_told_from_wrong_values():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.doctor import chance, findings, masking, parameters, probes, search
+from multihead.doctor import chance, core, findings, masking, nonfinite, parameters, probes, search
 from multihead.doctor.candidate import Candidate, Failure, forms, layouts
 from multihead.doctor.cause import Setting
 from multihead.doctor.localise import localise
@@ -46,7 +46,7 @@ def diagnose(
 
     Args:
         candidate: anything callable, as `candidate(x)` or `candidate(x, context)`; `mask=` is passed only if its
-            signature names one.
+            signature names one. A function `f(q, k, v)` of the heads, (B,H,N,D) each, is put between the other steps.
         reference: a layer with the same weights. None: it is built from the candidate's parameters.
         x: (N,E) or (B,N,E).
         context: what keys and values are made of, in cross-attention.
@@ -88,7 +88,8 @@ def diagnose(
         module = candidate if isinstance(candidate, torch.nn.Module) else None
         trained = stack.enter_context(probes.at_rest(module))
         shaken = stack.enter_context(probes.shaken(module if reference is None else None))
-        examination = Examination(candidate, reference, call, unbatched, heads, weights, layout, options, bar)
+        function = core.surrounded(candidate, reference, x, heads, options)
+        examination = Examination(function, reference, call, unbatched, heads, weights, layout, options, bar)
         if trained and module is not None and any(getattr(child, "p", 0) for child in module.modules()):
             examination.notes.append("it was in training mode; it was examined in eval mode")
         if shaken:
@@ -136,7 +137,7 @@ class Examination:
     def readings(self) -> list[Reading]:
         """The weights to compare with: the reference's, or those the candidate's parameters can be taken for."""
         if self.reference is not None:
-            return [Reading(Weights.of(self.reference), [])]
+            return [Reading(Weights.of(self.reference).with_norms_of(self.function), [])]
         assert self.heads is not None
         if not isinstance(self.function, torch.nn.Module):
             raise Unreadable(
@@ -149,7 +150,7 @@ class Examination:
         every = parameters.readings(self.function, width, self.heads, self.names, **self.options)
         found = []
         for reading, _ in zip(every, range(MOST_READINGS)):
-            found.append(reading)
+            found.append(replace(reading, weights=reading.weights.with_norms_of(self.function)))
         return found
 
     def first_contact(self, weights: Weights) -> "list[tuple[Candidate, Tensor]] | Report":
@@ -251,6 +252,10 @@ class Examination:
                     self.call = self.call if mask is None else replace(self.call, mask=mask)
                     note = f"it is attention with {said}, which was not said: say so, and it is checked for it"
                     return self.healthy(patient, reading, 0, note)
+        for patient in patients:
+            for reading in readings[:4]:
+                if odd := nonfinite.explain(patient, reading.weights, self.notes, self.subject(reading)):
+                    return odd
         uncounted = any(seen.rows is not None for seen in patients[0].own(readings[0].weights))
         for rows in (False, True) if uncounted else (False,):
             for patient in patients:
@@ -282,7 +287,8 @@ class Examination:
         if all(seen.equals() for seen in sharp):
             return True
         setting = Setting(weights, sharp[0].call)
-        return any(match.variant.precision for match in search.singles(setting, sharp))  # no worse than its own dtype
+        found = [match.variant for match in search.singles(setting, sharp)]
+        return any(variant.precision or variant.product for variant in found)  # no worse than its own dtype
 
     def healthy(self, patient: Patient, reading: Reading, number: int, assumed: str = "") -> Report:
         notes = [*self.notes, *findings.harmless(patient.candidate, reading.weights, self.call, self.function)]
@@ -293,6 +299,11 @@ class Examination:
         elif number or len(reading.how) > 1:
             notes += reading.how if ":" in reading.how[0] else reading.how[1:]
         notes += findings.rows_that_do_not_count(patient.own(reading.weights))
+        if unguarded := nonfinite.unguarded(patient.candidate, reading.weights, self.call):
+            notes.append(unguarded)
+        if patient.candidate.first == "sequence":
+            notes.append("it was made with batch_first=False, and x was transposed for it: as it is, (B,N,E), it would "
+                         "be taken for (N,B,E), and attention would run over the batch")  # fmt: skip
         return findings.healthy([*patient.own(reading.weights)], tuple(self.extra), notes, self.subject(reading))
 
     def alternatives(self, readings: Sequence[Reading]) -> Iterator[tuple[Reading, Mask | None, str]]:
@@ -352,6 +363,8 @@ class Examination:
         return None
 
     def unknown(self, patient: Patient, reading: Reading) -> Report:
+        if nonfinite.is_odd(patient, reading.weights):
+            return nonfinite.unknown(patient, reading.weights, self.notes, self.subject(reading))
         seen = patient.observations(reading.weights, False)
         worst = next((one for one in seen if not one.equals()), seen[0])
         probing = patient.twin or patient.candidate

@@ -13,7 +13,7 @@ from multihead.doctor.report import Named, Report, Value
 from multihead.doctor.search import Match
 from multihead.doctor.variant import Call
 from multihead.doctor.weights import Weights
-from multihead.trace import STEPS
+from multihead.layer.trace import STEPS
 
 MOST_VALUES = 4
 IN_PLACE = Named(
@@ -147,9 +147,10 @@ def diagnosed(
     worst = next((one for one in seen if one.differs() > 10 * one.bound()), seen[0])  # the user's own call comes first
     compared = sum(one.output.numel() for one in seen)
     left, wrong = max(one.differs(first.variant) for one in seen), max(one.differs() for one in seen)
-    if first.variant.precision:
+    if rounded := first.variant.precision or first.variant.product:
+        what = "the softmax" if first.variant.precision else "the scores"
         sure = (
-            f"likely: rounding the softmax to {first.variant.precision} explains nearly all of the departure (up to "
+            f"likely: rounding {what} to {rounded} explains nearly all of the departure (up to "
             f"{wrong:.2g} from the right numbers, {left:.2g} from those)"
         )
     else:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.doctor.candidate import MASK_NAMES, as_tensor
+from multihead.doctor.core import Core, names_heads
 from multihead.doctor.parameters import role
+from multihead.layer import MultiHeadAttention
 
 WIDTHS = ("width", "embed_dim", "d_model", "dim", "hidden_size", "embedding_dim", "emb_dim", "n_embd", "model_dim",
           "d_in", "d_out", "in_dim", "out_dim", "hidden_dim", "emb", "embed_size", "d_embed", "E")  # fmt: skip
@@ -108,10 +109,7 @@ def wrapped(function: Callable, known: dict[str, int], width: int, heads: int) -
     roles = {name: role(name) for name in named}
     if all(r in roles.values() for r in "qkvo"):
         return _Weights(function, known, width)
-    needed = [name for name, p in named.items() if p.default is p.empty]
-    if [roles[name] for name in needed[:3]] == ["q", "k", "v"]:
-        return _Core(function, width, heads)
-    return function
+    return Core(function, MultiHeadAttention(width, heads)) if names_heads(function) else function
 
 
 class _Weights(nn.Module):
@@ -130,25 +128,6 @@ class _Weights(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x, **dict(self.named_parameters()), **self.sizes)
-
-
-class _Core(nn.Module):
-    """`f(q, k, v)`: steps 3 and 4 alone, with the other five around it."""
-
-    def __init__(self, function: Callable, width: int, heads: int) -> None:
-        super().__init__()
-        self.function, self.heads = function, heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
-        masks = [name for name in MASK_NAMES if name in inspect.signature(function).parameters]
-        self.mask_name = masks[0] if masks else None
-
-    def forward(self, x: Tensor, mask: Any = None) -> Any:
-        q, k, v = (
-            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        options = {} if self.mask_name is None or mask is None else {self.mask_name: mask}
-        found = as_tensor(self.function(q, k, v, **options))
-        return self.o_proj(found.transpose(1, 2).flatten(2))
 
 
 def _callable(found: Any, name: str) -> Callable:

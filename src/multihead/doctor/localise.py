@@ -47,7 +47,7 @@ def _some(what: str, wrong: list[int], count: int) -> str | None:
     if len(wrong) == count:
         return f"all {count} {what} differ" if count > 1 else None
     right = [n for n in range(count) if n not in wrong]
-    return f"of {count} {what}, {listed(wrong)} differ; {listed(right)} are right"
+    return f"of {count} {what}, these differ: {listed(wrong)}; these are right: {listed(right)}"
 
 
 def _rows(found: Findings, off: Tensor) -> None:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from multihead.intervals import Frame
 from multihead.masks import Allowed, Causal, Joined, Mask, Padding, Window, as_mask
+from multihead.masks.intervals import Frame
 
 
 def tidy(mask: Mask | Tensor | None, Q: int, K: int) -> Mask | None:
@@ -60,6 +60,10 @@ def mistaken(kind: str, mask: Mask | None, B: int, Q: int, K: int, device: torch
     right = dense(mask, B, Q, K, device)
     if kind == "right":
         return right
+    if "|" in kind:  # two at once: what turns a whole mask about comes last
+        first, second = sorted(kind.split("|"), key=lambda one: one in ("inverted", "transposed"))
+        made = mistaken(first, mask, B, Q, K, device)
+        return {"inverted": lambda: ~made, "transposed": lambda: made.mT}[second]()
     name, _, number = kind.partition("@")
     found = parts(mask)
     if number:

@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from multihead.trace import STEPS
+from multihead.layer.trace import STEPS
 
 STATUS = {"healthy": 0, "diagnosed": 1, "unknown": 2}
 COLOURS = {"healthy": "green", "diagnosed": "red", "unknown": "yellow"}

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from multihead.doctor.cause import Cause, Changes, Setting
 from multihead.doctor.causes import KNOWN
 from multihead.doctor.measure import Observation, gap, same_odd_places
+from multihead.doctor.rotation import OTHER_TURNS
 from multihead.doctor.variant import RIGHT, Variant
 
 Progress = Callable[[int, int], None]  # done, of
@@ -46,8 +48,10 @@ def ways(setting: Setting) -> list[list[Mistake]]:
 def reproduces(variant: Variant, observations: Sequence[Observation]) -> bool:
     """Whether the variant is the candidate on every observation, and is not what would be right anyway."""
     visible = False
+    if not all(bool(seen.output.isfinite().any()) for seen in observations):
+        return False  # NaN throughout is no evidence of anything
     for seen in observations:
-        if variant.precision:
+        if variant.precision or variant.product:
             if not seen.explains(variant):
                 return False
         elif not seen.may_equal(variant) or not seen.equals(variant):
@@ -76,14 +80,28 @@ def pairs(setting: Setting, observations: Sequence[Observation], progress: Progr
     return list(_matches(tried(), observations))
 
 
+def together(name: str, one: Any, other: Any) -> Any:
+    """What two mistakes in one choice make of it; None where they cannot be made at once."""
+    if one is None or one == other:
+        return other
+    if name in ("unbiased", "transposed"):
+        return "".join(letter for letter in "qkvo" if letter in one + other)
+    if name == "rope" and one.startswith(OTHER_TURNS) != other.startswith(OTHER_TURNS):
+        return f"{one}|{other}"
+    if name == "mask" and len({one, other} & {"inverted", "transposed"}) == 1:
+        return f"{one}|{other}"
+    return None
+
+
 def _matches(tried: Iterator[list[Mistake]], observations: Sequence[Observation]) -> Iterator[Match]:
     seen: set[Variant] = set()
     for mistakes in tried:
         changes: Changes = {}
         for mistake in mistakes:
-            if changes.keys() & dict(mistake.changes).keys():
+            joined = {name: together(name, changes.get(name), value) for name, value in mistake.changes}
+            if None in joined.values():
                 break
-            changes |= dict(mistake.changes)
+            changes |= joined
         else:
             variant = replace(RIGHT, **changes)
             if variant == RIGHT or variant in seen:

@@ -6,7 +6,7 @@ pairs differ in the last cheap steps only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from multihead import steps
 from multihead.doctor import masking
+from multihead.doctor.rotation import turned
 from multihead.doctor.weights import Weights
 from multihead.masks import Mask
-from multihead.positions import RoPE
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,8 @@ class Variant:
     unbiased: str = ""  # which of the projections q, k, v, o lack their bias
     roles: str = "qkv"  # which matrices make the queries, the keys and the values
     sources: str = "xcc"  # what each is made of: x or context
+    over: str = "items"  # or "batch": (B, N, E) is taken for (N, B, E)
+    normed: str = ""  # a norm that does not belong: see `_normed`
     # Step 2, split, and what makes q and k ready to meet
     split: str = "transpose"  # "view", "interleaved"
     split_of: str = "qkv"  # which of them are split that way
@@ -54,6 +56,8 @@ class Variant:
     repeat: str = "each"  # "all": head h reads key/value head h % G
     scale: str = "right"
     precision: str = ""  # the softmax's, where it is lower
+    product: str = ""  # the precision of q·k, where it is lower
+    overflow: str = ""  # "scores", "scaled", "exp": what leaves the range of a dtype, and which: "exp:float32"
     axis: str = "keys"
     softcap: str = "right"
     sinks: bool = True
@@ -69,8 +73,9 @@ class Variant:
 
 RIGHT = Variant()
 ALL = slice(None)
-READY = ("packing", "transposed", "unbiased", "roles", "sources", "split", "split_of", "norm", "eps", "rope")
-SCORED = (*READY, "repeat", "scale", "precision", "axis", "softcap", "sinks", "mask", "hide", "value", "empty")
+READY = ("normed", "packing", "transposed", "unbiased", "roles", "sources", "split", "split_of", "norm", "eps", "rope")
+STEP_3 = "repeat scale precision product overflow axis softcap sinks mask hide value empty"
+SCORED = (*READY, *STEP_3.split())
 MOST_KEPT = 2000  # intermediates of one call
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -87,6 +92,7 @@ class Specification:
         self.context = self.x if call.context is None else call.context.to(self.dtype)
         self.B, self.Q, self.K = call.sizes
         self._made: dict[tuple, Any] = {}
+        self._held: dict[str, Specification] = {}
 
     def run(self, variant: Variant = RIGHT, columns: slice = ALL) -> Tensor:
         """The output, (B, Q, E), or some columns of it: most variants are seen to be wrong in a few."""
@@ -94,12 +100,37 @@ class Specification:
 
     def trace(self, variant: Variant = RIGHT, columns: slice = ALL) -> dict[str, Tensor]:
         """The intermediates from step 2 on, and the output."""
+        if variant.over == "batch":
+            across = self._across().trace(replace(variant, over="items"), columns)
+            return {name: t.transpose(0, 1) for name, t in across.items()}
         q, k, v = (self._once(f"heads of {'qkv'[n]}", READY, variant, self._ready, n) for n in range(3))
         weights = self._once("weights", SCORED, variant, self._weights, q, k)
         heads = self._once("heads", SCORED, variant, self._mix, weights, v)
-        merged = self._round(self._merge(heads, variant.merge))
+        merged = self._normed(self._round(self._merge(heads, variant.merge)), variant, "merged heads")
         found = {"q_heads": q, "k_heads": k, "v_heads": v, "weights": weights, "heads": heads, "merged": merged}
+        if variant.normed.endswith("the output"):
+            whole = self._normed(self._output(merged, variant, ALL), variant, "the output")
+            return found | {"output": whole[..., columns]}
         return found | {"output": self._round(self._output(merged, variant, columns))}
+
+    def _across(self) -> "Specification":
+        """The same call with batch and items taken for each other."""
+        if "across" not in self._held:
+            call = replace(self.call, x=self.call.x.transpose(0, 1))
+            self._held["across"] = Specification(self.weights, call, self.rounded or self.dtype)
+        return self._held["across"]
+
+    def _normed(self, t: Tensor, variant: Variant, place: str) -> Tensor:
+        """A norm where the seven steps have none: `variant.normed` is "layer on x", "rms 0 on merged heads", …."""
+        kind, _, where = variant.normed.partition(" on ")
+        if where != place:
+            return t
+        kind, _, number = kind.partition(" ")
+        weight, bias, eps = self.weights.inner[int(number)] if number else (None, None, 1e-5)
+        t = t - t.mean(-1, keepdim=True) if kind == "layer" else t
+        t = t * (t.square().mean(-1, keepdim=True) + eps).rsqrt()
+        t = t if weight is None else t * weight
+        return self._round(t if bias is None else t + bias)
 
     def _round(self, t: Tensor) -> Tensor:
         return t if self.rounded is None else t.to(self.rounded).to(self.dtype)
@@ -118,7 +149,9 @@ class Specification:
     def projected(self, n: int, variant: Variant) -> Tensor:
         """Step 1 for q, k or v: (B, N, heads, width)."""
         name, source = variant.roles[n], variant.sources[n]
-        key = ("projected", name, source, variant.packing, name in variant.transposed, name in variant.unbiased)
+        normed = variant.normed if variant.normed.endswith(" on x") else ""
+        marks = (name in variant.transposed, name in variant.unbiased, normed)
+        key = ("projected", name, source, variant.packing, *marks)
         if key not in self._made:
             w, b = self.weights.w[name], self.weights.b[name]
             if variant.packing != "per matrix":
@@ -130,7 +163,8 @@ class Specification:
                     b = repacked(every, variant.packing)[name]
             if name in variant.transposed:
                 w = w.flatten(1).T.unflatten(1, w.shape[1:])
-            made = self._round(steps.project(self.x if source == "x" else self.context, w))
+            given = self._normed(self.x if source == "x" else self.context, variant, "x")
+            made = self._round(steps.project(given, w))
             self._made[key] = made if b is None or name in variant.unbiased else self._round(made + b)
         return self._made[key]
 
@@ -176,7 +210,15 @@ class Specification:
         w = self.weights
         k = self.heads_of(k, variant)
         form = "bhqd,bhkd->bhqk" if k.dim() == 4 else "bhqd,bhqkd->bhqk"
-        scores = self._round(torch.einsum(form, q, k) * scale_of(w, variant.scale, self.K))
+        scale = scale_of(w, variant.scale, self.K)
+        if variant.product:
+            q, k = (t.to(HALVES[variant.product]).to(self.dtype) for t in (q, k))
+            scores = torch.einsum(form, q, k).to(HALVES[variant.product]).to(self.dtype) * scale
+        elif variant.overflow.startswith("scores"):
+            scores = beyond(torch.einsum(form, q, k), variant.overflow) * scale
+        else:
+            scores = self._round(torch.einsum(form, q, k) * scale)
+            scores = beyond(scores, variant.overflow) if variant.overflow.startswith("scaled") else scores
         if variant.mask == "right" and self.call.mask is None:
             allowed = None
         else:
@@ -214,6 +256,12 @@ class Specification:
     def _softmax(self, masked: Tensor, variant: Variant) -> Tensor:
         if variant.axis == "none":
             return masked.masked_fill(masked == -torch.inf, 0)
+        if variant.overflow.startswith("exp"):
+            raised = beyond(masked.exp(), variant.overflow)
+            total = raised.sum(-1, keepdim=True)
+            if self.weights.sinks is not None:
+                total = total + beyond(self.weights.sinks.exp(), variant.overflow).view(1, -1, 1, 1)
+            return raised / beyond(total, variant.overflow)
         if variant.precision:
             return torch.softmax(masked.to(HALVES[variant.precision]), -1).to(self.dtype)
         if variant.axis == "keys":
@@ -265,37 +313,16 @@ def repacked(rows: dict[str, Tensor], packing: str) -> dict[str, Tensor]:
     return dict(zip("qkv", flat.reshape(H, D, 3, *rest).unbind(2)))
 
 
+def beyond(t: Tensor, overflow: str) -> Tensor:
+    """`t` as a dtype would hold it, as far as its range goes: what is beyond it is inf, what is below it 0."""
+    limits = torch.finfo(getattr(torch, overflow.partition(":")[2]))
+    t = torch.where(t.abs() > limits.max, t.sign() * torch.inf, t)
+    return torch.where(t.abs() < limits.smallest_normal * limits.eps / 2, 0.0, t)
+
+
 def scale_of(w: Weights, how: str, K: int) -> float:
     E, H, D = w.sizes.E, w.sizes.H, w.sizes.D
     return {
         "right": w.scale, "none": 1.0, "√E": E**-0.5, "D": 1 / D, "E": 1 / E, "√H": H**-0.5, "H": 1 / H,
         "times √D": D**0.5, "√K": K**-0.5, "1/√D": D**-0.5,
     }[how]  # fmt: skip
-
-
-def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None) -> Tensor:
-    """Q (n=0), k (1) or v (2) after RoPE, done rightly or not: (B, heads, N, D)."""
-    N = t.shape[2]
-    where = torch.arange(N, device=t.device) if positions is None else positions
-    name, _, number = how.partition(":")
-    if n == 2 and name != "on v":
-        return t
-    if name == "none" or (name, n) in (("q only", 1), ("k only", 0)):
-        return t
-    if name == "other pairing":
-        rope = RoPE(rope.base, rope.dim, "interleaved" if rope.pairing == "halves" else "halves", rope.scaling)
-    elif name == "shift" and int(number[0]) == n:
-        where = where + int(number[1:])
-    elif name == "restart" and (not number.startswith("q") or n == 0):
-        chunk = int(number.lstrip("q"))
-        where = where % chunk
-    elif name == "stand still" and (not number.startswith("q") or n == 0):
-        chunk = int(number.lstrip("q"))
-        where = torch.where(torch.arange(N, device=t.device) < chunk, where, 0)
-    elif name == "twice" and n == 1:
-        where = where * 2
-    elif name == "every step" and n == 1:  # the whole cache is turned again whenever a token joins it
-        query = torch.arange(N, device=t.device)[:, None]
-        times = (query - torch.arange(N, device=t.device) + int(number)).clamp(min=1)  # (Q, K)
-        return torch.stack([rope.rotate(t, where * row) for row in times], 2)  # (B, G, Q, K, D)
-    return rope.rotate(t, where)

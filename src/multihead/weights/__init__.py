@@ -17,7 +17,8 @@ from multihead.layer import MultiHeadAttention
 from multihead.positions import PAIRINGS
 from multihead.weights.arrange import part_shape, repair
 from multihead.weights.files import Checkpoint, open_checkpoint, write
-from multihead.weights.layouts import LAYOUTS, Entry, Layout
+from multihead.weights.layout import Entry, Layout
+from multihead.weights.layouts import LAYOUTS
 from multihead.weights.recognise import candidates, dotted, entries_of, hint, misfits, named, under, wrong_names
 
 __all__ = ["LAYOUTS", "Entry", "Layout", "Loaded", "load_weights", "save_weights"]
@@ -50,7 +51,8 @@ def load_weights(
         layer: made with the sizes, biases, norms and sinks of the checkpoint. A bias that only the layer has becomes 0.
         source: a state dict (tensors or arrays, nested or flat); or a .safetensors, .pt, .pth or .bin file, an
             .index.json of such, or a folder with one of these, of which nothing beyond the prefix is read.
-        layout: one of `mh.weights.LAYOUTS`, or "auto": the one that names and shapes fit.
+        layout: one of `mh.weights.LAYOUTS`, or "auto": the one that names and shapes fit. Where two fit that mean
+            different things, such as q, k and v packed per head or per matrix, it has to be said.
         prefix: what stands before the names, such as "model.layers.0.self_attn".
         pairing: which numbers RoPE pairs in the checkpoint, "halves" or "interleaved", where it is not the layout's
             own. If the layer's `RoPE` pairs differently, q and k are reordered so that nothing changes.
@@ -68,17 +70,20 @@ def load_weights(
     checkpoint = open_checkpoint(source)
     if layout == "auto":
         tensors = under(checkpoint, prefix)
-        fitting = candidates(tensors, layer, checkpoint)
-        found = [_read(choice, tensors, layer, pairing) for choice in fitting]
-        if any(not torch.equal(parts[part], found[0][part]) for parts in found[1:] for part in targets):
-            names = " and ".join(repr(choice.name) for choice in fitting)
+        meanings: list[tuple[Layout, dict[str, Tensor]]] = []  # the first layout of each
+        for choice in candidates(tensors, layer, checkpoint, prefix):
+            read = _read(choice, tensors, layer, pairing)
+            if all(any(not torch.equal(read[part], other[part]) for part in targets) for _, other in meanings):
+                meanings.append((choice, read))
+        if len(meanings) > 1:
+            names = " and ".join(repr(choice.name) for choice, _ in meanings)
             raise ValueError(f"names and shapes fit {names}, which mean different things: give layout=")
-        chosen, parts = fitting[0], found[0]
+        chosen, parts = meanings[0]
     else:
         chosen = named(layout)
         tensors = under(checkpoint, prefix)
         problems = wrong_names(chosen, tensors)
-        problems = [p + hint(checkpoint) for p in problems] or misfits(chosen, tensors, layer)
+        problems = [p + hint(checkpoint, prefix) for p in problems] or misfits(chosen, tensors, layer)
         if problems:
             raise ValueError(f"layout={layout!r}, prefix={prefix!r}: {'; '.join(problems)}")
         parts = _read(chosen, tensors, layer, pairing)

@@ -54,14 +54,28 @@ class Columns:
 
 
 class Groups:
-    """q, k and v by key/value head: its H/G query heads, then its key, then its value. (G·(H/G+2)·D, E)."""
+    """q, k and v by key/value head: its H/G query heads, then its key, then its value. (G·((H/G+1)·D+V), E)."""
 
     def join(self, tensors: Sequence[Tensor], parts: Sequence[str], s: Sizes) -> Tensor:
-        return torch.cat([t.unflatten(0, (s.G, -1, s.D)) for t in tensors], dim=1).flatten(0, 2)
+        return torch.cat([t.unflatten(0, (s.G, -1)) for t in tensors], dim=1).flatten(0, 1)
 
     def split(self, t: Tensor, parts: Sequence[str], s: Sizes) -> Sequence[Tensor]:
-        q, k, v = t.unflatten(0, (s.G, -1, s.D)).split([s.H // s.G, 1, 1], dim=1)
-        return [part.flatten(0, 2) for part in (q, k, v)]
+        q, k, v = t.unflatten(0, (s.G, -1)).split([s.H // s.G * s.D, s.D, s.V], dim=1)
+        return [part.flatten(0, 1) for part in (q, k, v)]
+
+
+class Dealt:
+    """q (H·D,E) or o (E,H·V) whose query heads were dealt out to the key/value heads in turn: h reads h % G."""
+
+    def join(self, tensors: Sequence[Tensor], parts: Sequence[str], s: Sizes) -> Tensor:
+        return self._reordered(tensors[0], parts[0], s, (s.G, s.H // s.G))
+
+    def split(self, t: Tensor, parts: Sequence[str], s: Sizes) -> Sequence[Tensor]:
+        return [self._reordered(t, parts[0], s, (s.H // s.G, s.G))]
+
+    def _reordered(self, t: Tensor, part: str, s: Sizes, heads: tuple[int, int]) -> Tensor:
+        axis, width = (1, s.V) if part == "o" else (0, s.D)
+        return t.unflatten(axis, (*heads, width)).transpose(axis, axis + 1).flatten(axis, axis + 2)
 
 
 class Kernel:

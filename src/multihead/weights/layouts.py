@@ -1,153 +1,34 @@
-"""The layouts by name: which tensors a checkpoint has for one attention layer, and a picture of how q, k and v lie.
+"""The layouts by name: those of libraries and language models, and with those of `vision` the whole list."""
 
-In the pictures a box is one tensor, `q0` the rows (D of them) of query head 0, and E runs across; a file's name for it
-stands beside. All boxes are drawn as the file has them.
-"""
+from multihead.weights.arrange import Columns, Dealt, Groups
+from multihead.weights.layout import (
+    BUFFERS,
+    GROUPED,
+    KERNELS,
+    LLAMA,
+    NORMS,
+    NORMS_LESS_ONE,
+    OUT,
+    QKV,
+    QKV_BIAS,
+    Entry,
+    Layout,
+    below,
+    fused,
+    kernels,
+    linear,
+    per_head,
+    separate,
+)  # fmt: skip
+from multihead.weights.vision import VISION
 
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-
-from multihead.sizes import Sizes
-from multihead.weights.arrange import Arrangement, Columns, Groups, Kernel, LessOne, Rows
-
-QKV = ("q", "k", "v")
-QKV_BIAS = ("q_bias", "k_bias", "v_bias")
-ROWS = Rows()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a checkpoint: its name after the prefix, and which parts it holds, how."""
-
-    key: str
-    parts: tuple[str, ...]
-    lie: Arrangement = ROWS
-
-    @property
-    def is_bias(self) -> bool:
-        return self.parts[0].endswith("_bias")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A way to keep an attention layer's weights. Print it for its picture."""
-
-    name: str
-    of: str  # whose it is
-    picture: str
-    entries: tuple[Entry, ...]
-    also: tuple[str, ...] = ()  # other names for the same
-    either: bool = False  # biases are all there, or none
-    pairing: str | None = None  # of RoPE, if the layers that are kept this way have it
-    allows: str = ""  # which of "G<H", "H·D≠E", "V≠D" and "C≠E" it has room for
-    ignores: tuple[str, ...] = ()  # names beside the weights that are no weights of the layer
-
-    def required(self) -> list[str]:
-        return [e.key for e in self.entries if not (self.either and e.is_bias)]
-
-    def ignored(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.ignores)
-
-    def no_room(self, s: Sizes) -> list[str]:
-        """What a layer of these sizes has that this layout has no room for."""
-        has = {
-            "G<H": (s.G < s.H, f"kv_heads={s.G} of heads={s.H}: as many key/value heads as query heads"),
-            "H·D≠E": (s.H * s.D != s.E, f"H·D={s.H * s.D} and E={s.E}: heads that add up to the model's width"),
-            "V≠D": (s.V != s.D, f"value_dim={s.V} and head_dim={s.D}: one width for both"),
-            "C≠E": (s.C != s.E, f"context_dim={s.C} and E={s.E}: one width for both"),
-        }
-        return [f"the layer has {what}" for sign, (there, what) in has.items() if there and sign not in self.allows]
-
-    def __str__(self) -> str:
-        title = f"{self.name}{''.join(f' = {name}' for name in self.also)}: {self.of}"
-        biases = [e for e in self.entries if e.is_bias]
-        held = {part for e in biases for part in e.parts}
-        lacks = [part[0] for part in (*QKV_BIAS, "o_bias") if part not in held]
-        bias = "no biases" if not biases else "biases all or none" if self.either else "biases always"
-        bias += f", none for {', '.join(lacks)}" if biases and lacks else ""
-        rope = f"; RoPE pairs {self.pairing}" if self.pairing else ""
-        return f"{title}\n{self.picture.strip(chr(10))}\n{bias}{rope}"
-
-
-def _linear(q: str, k: str, v: str, o: str, bias: str = "qkvo") -> tuple[Entry, ...]:
-    """Four `nn.Linear`, of which those in `bias` have one."""
-    names = {"q": q, "k": k, "v": v, "o": o}
-    weights = tuple(Entry(f"{name}.weight", (part,)) for part, name in names.items())
-    return weights + tuple(Entry(f"{names[part]}.bias", (f"{part}_bias",)) for part in bias)
-
-
-def _fused(
-    qkv: str, o: str, lie: Arrangement = ROWS, o_lie: Arrangement = ROWS, bias: str = "qkvo"
-) -> tuple[Entry, ...]:
-    """Two linear layers, the first for q, k and v together."""
-    entries = [Entry(f"{qkv}.weight", QKV, lie), Entry(f"{o}.weight", ("o",), o_lie)]
-    entries += [Entry(f"{qkv}.bias", QKV_BIAS, lie if isinstance(lie, Groups) else ROWS)] if "qkv" in bias else []
-    entries += [Entry(f"{o}.bias", ("o_bias",))] if "o" in bias else []
-    return tuple(entries)
-
-
-def _kernels(o: str) -> tuple[Entry, ...]:
-    names = {"q": "query", "k": "key", "v": "value", "o": o}
-    kernels = tuple(Entry(f"{name}/kernel", (part,), Kernel()) for part, name in names.items())
-    biases = [
-        Entry(f"{name}/bias", (f"{part}_bias",), ROWS if part == "o" else Kernel()) for part, name in names.items()
-    ]
-    return kernels + tuple(biases)
-
-
-NORMS = (Entry("q_norm.weight", ("q_norm",)), Entry("k_norm.weight", ("k_norm",)))
-NORMS_LESS_ONE = tuple(Entry(e.key, e.parts, LessOne()) for e in NORMS)
-BUFFERS = ("bias", "masked_bias", "rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
-
-SEPARATE = """
-  {q:<22} ┌────┐  {k:<22} ┌────┐  {v:<22} ┌────┐
-  {q_shape:<22} │ q0 │  {k_shape:<22} │ k0 │  {k_shape:<22} │ v0 │
-                         │ q1 │                         │ k1 │                         │ v1 │
-                         │ …  │                         │ …  │                         │ …  │
-                         └────┘                         └────┘                         └────┘
-  {o:<22} {o_shape}"""
-BELOW = """
-  {qkv:<22} ┌────┐
-  {shape:<22} │ q0 │  all heads of q,
-                         │ q1 │
-                         │ …  │
-                         ├────┤
-                         │ k0 │  then all of k,
-                         │ …  │
-                         ├────┤
-                         │ v0 │  then all of v
-                         │ …  │
-                         └────┘
-  {o:<22} {o_shape}"""
-KERNELS = """
-  query/kernel (E,H,D)   key/kernel {k}   value/kernel {v}: for each input, the heads
-                         ┌────┬────┬───┐
-  input 0                │ q0 │ q1 │ … │
-  input 1                │ q0 │ q1 │ … │
-  …                      └────┴────┴───┘
-  query/bias (H,D)       {o}/kernel {o_shape}"""
-
-
-def _separate(q: str, k: str, v: str, o: str, *, q_shape: str = "(E,E)", k_shape: str = "(E,E)") -> str:
-    o_shape = "(E,H·D)" if "D" in q_shape else "(E,E)"
-    return SEPARATE.format(q=q, k=k, v=v, o=o, q_shape=q_shape, k_shape=k_shape, o_shape=o_shape)
-
-
-def _below(qkv: str, o: str, shape: str = "(3E,E)", o_shape: str = "(E,E)") -> str:
-    return BELOW.format(qkv=qkv, o=o, shape=shape, o_shape=o_shape)
-
-
-GROUPED = {"q_shape": "(H·D,E)", "k_shape": "(G·D,E)"}
-LLAMA = _separate("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", **GROUPED)
-OUT = _separate("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight")
-llama = _linear("q_proj", "k_proj", "v_proj", "o_proj")
-vit = ("attention.query", "attention.key", "attention.value", "output.dense")
+llama = linear("q_proj", "k_proj", "v_proj", "o_proj")
 
 REGISTERED = (
     Layout(
         "torch",
         "torch.nn.MultiheadAttention, packed",
-        _below("in_proj_weight", "out_proj.weight"),
+        below("in_proj_weight", "out_proj.weight"),
         (
             Entry("in_proj_weight", QKV),
             Entry("in_proj_bias", QKV_BIAS),
@@ -159,7 +40,7 @@ REGISTERED = (
     Layout(
         "torch-split",
         "torch.nn.MultiheadAttention with kdim = vdim = C",
-        _separate("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight", k_shape="(E,C)")
+        separate("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight", k_shape="(E,C)")
         + "\n  in_proj_bias           (3E,): q, then k, then v",
         (
             *(Entry(f"{part}_proj_weight", (part,)) for part in QKV),
@@ -178,33 +59,32 @@ REGISTERED = (
   (E,3E)                 │ q0 │ q1 │ … │ k0 │ k1 │ … │ v0 │ v1 │ … │  a head is D columns
                          └────┴────┴───┴────┴────┴───┴────┴────┴───┘
   c_proj.weight          (E,E), transposed as well""",
-        _fused("c_attn", "c_proj", Columns(), Columns()),
+        fused("c_attn", "c_proj", Columns(), Columns()),
         ignores=BUFFERS,
     ),
     Layout(
         "nanogpt",
         "GPT-2's names with nn.Linear (nanoGPT, minGPT)",
-        _below("c_attn.weight", "c_proj.weight"),
-        _fused("c_attn", "c_proj"),
+        below("c_attn.weight", "c_proj.weight"),
+        fused("c_attn", "c_proj"),
         either=True,
+        ignores=BUFFERS,
+    ),
+    Layout(
+        "gpt-bigcode",
+        "nanoGPT's names packed by key/value head: GPTBigCode (StarCoder: G=1)",
+        per_head("c_attn.weight", "c_proj.weight", "((H+2G)·D,E)"),
+        fused("c_attn", "c_proj", Groups()),
+        also=("nanogpt-per-head",),
+        either=True,
+        allows="G<H",
         ignores=BUFFERS,
     ),
     Layout(
         "gpt-neox",
         "GPT-NeoX, Pythia, BLOOM: interleaved by head",
-        """
-  query_key_value.weight ┌────┐
-  (3E,E)                 │ q0 │  head 0
-                         │ k0 │
-                         │ v0 │
-                         ├────┤
-                         │ q1 │  head 1
-                         │ k1 │
-                         │ v1 │
-                         │ …  │
-                         └────┘
-  dense.weight           (E,E)""",
-        _fused("query_key_value", "dense", Groups()),
+        per_head("query_key_value.weight", "dense.weight"),
+        fused("query_key_value", "dense", Groups()),
         also=("bloom",),
         either=True,
         pairing="halves",
@@ -227,63 +107,50 @@ REGISTERED = (
                          │ …  │
                          └────┘
   dense.weight           (E,E)""",
-        _fused("query_key_value", "dense", Groups()),
+        fused("query_key_value", "dense", Groups()),
         either=True,
         pairing="halves",
         allows="G<H",
         ignores=BUFFERS,
     ),
     Layout(
+        "chatglm",
+        "ChatGLM 2 and 3: the names of Falcon, packed per matrix; biases for q, k and v",
+        below("query_key_value.weight", "dense.weight", "((H+2G)·D,E)", "(E,H·D)"),
+        fused("query_key_value", "dense", bias="qkv"),
+        pairing="interleaved",
+        allows="G<H H·D≠E",
+        ignores=BUFFERS,
+    ),
+    Layout(
+        "ling",
+        "Ling: the names of Falcon, packed per matrix, without biases",
+        below("query_key_value.weight", "dense.weight", "((H+2G)·D,E)", "(E,H·D)"),
+        fused("query_key_value", "dense", bias=""),
+        pairing="halves",
+        allows="G<H H·D≠E",
+    ),
+    Layout(
+        "modernbert",
+        "ModernBERT",
+        below("Wqkv.weight", "Wo.weight"),
+        fused("Wqkv", "Wo"),
+        either=True,
+        pairing="halves",
+    ),
+    Layout(
         "bert",
         "BERT, RoBERTa, ELECTRA; the prefix ends in attention.",
-        _separate("self.query.weight", "self.key.weight", "self.value.weight", "output.dense.weight"),
-        _linear("self.query", "self.key", "self.value", "output.dense"),
+        separate("self.query.weight", "self.key.weight", "self.value.weight", "output.dense.weight"),
+        linear("self.query", "self.key", "self.value", "output.dense"),
         also=("roberta", "electra"),
         ignores=("output.LayerNorm.*",),
-    ),
-    Layout(
-        "vit",
-        "ViT files of Hugging Face; the prefix ends in the first attention.",
-        _separate(*(f"{name}.weight" for name in vit)),
-        _linear(*vit),
-        also=("deit", "dinov2"),
-    ),
-    Layout(
-        "vit-no-qkv-bias",
-        "the same with qkv_bias=False",
-        _separate(*(f"{name}.weight" for name in vit)),
-        _linear(*vit, bias="o"),
-    ),
-    Layout(
-        "timm",
-        "timm's vision transformers",
-        _below("qkv.weight", "proj.weight"),
-        _fused("qkv", "proj"),
-    ),
-    Layout(
-        "timm-no-qkv-bias",
-        "the same with qkv_bias=False",
-        _below("qkv.weight", "proj.weight"),
-        _fused("qkv", "proj", bias="o"),
-    ),
-    Layout(
-        "clip",
-        "CLIP, SigLIP, BART",
-        OUT,
-        _linear("q_proj", "k_proj", "v_proj", "out_proj"),
-        also=("siglip", "bart"),
-    ),
-    Layout(
-        "whisper",
-        "Whisper: k has no bias",
-        OUT,
-        _linear("q_proj", "k_proj", "v_proj", "out_proj", bias="qvo"),
     ),
     Layout(
         "gpt-j",
         "GPT-J",
         OUT,
-        _linear("q_proj", "k_proj", "v_proj", "out_proj", bias=""),
+        linear("q_proj", "k_proj", "v_proj", "out_proj", bias=""),
         also=("gptj",),
         pairing="interleaved",
         ignores=(*BUFFERS, "embed_positions"),
@@ -291,8 +158,8 @@ REGISTERED = (
     Layout(
         "t5",
         "T5; scores are not scaled: make the layer with scale=1.0",
-        _separate("q.weight", "k.weight", "v.weight", "o.weight", q_shape="(H·D,E)", k_shape="(H·D,E)"),
-        _linear("q", "k", "v", "o", bias=""),
+        separate("q.weight", "k.weight", "v.weight", "o.weight", q_shape="(H·D,E)", k_shape="(H·D,E)"),
+        linear("q", "k", "v", "o", bias=""),
         allows="H·D≠E",
         ignores=("relative_attention_bias.weight",),
     ),
@@ -311,7 +178,7 @@ REGISTERED = (
         "qwen2",
         "Qwen2: biases for q, k and v",
         LLAMA,
-        _linear("q_proj", "k_proj", "v_proj", "o_proj", bias="qkv"),
+        linear("q_proj", "k_proj", "v_proj", "o_proj", bias="qkv"),
         pairing="halves",
         allows="G<H H·D≠E",
     ),
@@ -344,24 +211,44 @@ REGISTERED = (
     Layout(
         "meta-llama",
         "Llama as Meta publishes it",
-        _separate("wq.weight", "wk.weight", "wv.weight", "wo.weight", **GROUPED),
-        _linear("wq", "wk", "wv", "wo", bias=""),
+        separate("wq.weight", "wk.weight", "wv.weight", "wo.weight", **GROUPED),
+        linear("wq", "wk", "wv", "wo", bias=""),
         pairing="interleaved",
         allows="G<H H·D≠E",
     ),
     Layout(
         "phi3",
         "Phi-3",
-        _below("qkv_proj.weight", "o_proj.weight", "((H+2G)·D,E)", "(E,H·D)"),
-        _fused("qkv_proj", "o_proj", bias=""),
+        below("qkv_proj.weight", "o_proj.weight", "((H+2G)·D,E)", "(E,H·D)"),
+        fused("qkv_proj", "o_proj", bias=""),
         pairing="halves",
         allows="G<H H·D≠E",
+    ),
+    Layout(
+        "x-transformers",
+        "x-transformers; its query head h reads key/value head h % G, ours h // (H/G): q and o are reordered",
+        """
+  to_q.weight            ┌────┐  to_k.weight            ┌────┐  to_v.weight            ┌────┐
+  (H·D,E)                │ q0 │  (G·D,C)                │ k0 │  (G·V,C)                │ v0 │
+                         │ q2 │                         │ k1 │                         │ v1 │
+                         │ q1 │  H=4, G=2               └────┘                         └────┘
+                         │ q3 │
+                         └────┘
+  to_out.weight          (E,H·V), its heads in the order of q""",
+        (
+            Entry("to_q.weight", ("q",), Dealt()),
+            Entry("to_k.weight", ("k",)),
+            Entry("to_v.weight", ("v",)),
+            Entry("to_out.weight", ("o",), Dealt()),
+        ),
+        pairing="interleaved",
+        allows="G<H H·D≠E V≠D C≠E",
     ),
     Layout(
         "keras",
         "keras.layers.MultiHeadAttention and GroupQueryAttention",
         KERNELS.format(k="(C,G,D)", v="(C,G,V)", o="attention_output", o_shape="(H,V,E)"),
-        _kernels("attention_output"),
+        kernels("attention_output"),
         either=True,
         allows="G<H H·D≠E V≠D C≠E",
     ),
@@ -369,10 +256,11 @@ REGISTERED = (
         "flax",
         "flax.linen.MultiHeadDotProductAttention, flax.nnx.MultiHeadAttention",
         KERNELS.format(k="(C,H,D)", v="(C,H,D)", o="out", o_shape="(H,D,E)"),
-        _kernels("out"),
+        kernels("out"),
         either=True,
         allows="H·D≠E C≠E",
     ),
+    *VISION,
 )
 
 LAYOUTS = {name: layout for layout in REGISTERED for name in (layout.name, *layout.also)}

@@ -7,7 +7,8 @@ import torch
 from multihead.layer import MultiHeadAttention
 from multihead.weights.arrange import LessOne, part_shape
 from multihead.weights.files import Checkpoint
-from multihead.weights.layouts import LAYOUTS, REGISTERED, Layout
+from multihead.weights.layout import Layout
+from multihead.weights.layouts import LAYOUTS, REGISTERED
 
 SHOWN = 6  # names in a message, at most
 
@@ -34,13 +35,15 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" … ({len(names)} in all)" if len(names) > SHOWN else "")
 
 
-def hint(checkpoint: Checkpoint) -> str:
-    """Where in the checkpoint there are attention layers, in words, or nothing."""
+def hint(checkpoint: Checkpoint, refused: str = "") -> str:
+    """Where in the checkpoint there are attention layers, but for the prefix that was just refused, or nothing."""
     names, found = {dotted(name) for name in checkpoint}, []
+    refused = f"{dotted(refused).removesuffix('.')}."
     for layout in REGISTERED:
         keys = [dotted(key) for key in layout.required()]
         starts = [name[: -len(keys[0])] for name in sorted(names) if name.endswith(f".{keys[0]}")]
-        found += [start for start in starts if all(start + key in names for key in keys) and start not in found]
+        starts = [start for start in starts if start != refused and start not in found]
+        found += [start for start in starts if all(start + key in names for key in keys)]
     return f"; there is attention at prefix={' or '.join(repr(p) for p in found[:3])}" if found else ""
 
 
@@ -98,11 +101,11 @@ def named(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def candidates(tensors: Checkpoint, layer: MultiHeadAttention, checkpoint: Checkpoint) -> list[Layout]:
+def candidates(tensors: Checkpoint, layer: MultiHeadAttention, checkpoint: Checkpoint, prefix: str) -> list[Layout]:
     """Every layout that these names and shapes fit; at least one."""
     by_name = [layout for layout in REGISTERED if not wrong_names(layout, tensors)]
     if not by_name:
-        raise ValueError(f"no layout has these names: {listed(tensors)}{closest(tensors)}{hint(checkpoint)}")
+        raise ValueError(f"no layout has these names: {listed(tensors)}{closest(tensors)}{hint(checkpoint, prefix)}")
     problems = {layout.name: misfits(layout, tensors, layer) for layout in by_name}
     fitting = [layout for layout in by_name if not problems[layout.name]]
     if not fitting:
@@ -112,8 +115,13 @@ def candidates(tensors: Checkpoint, layer: MultiHeadAttention, checkpoint: Check
 
 
 def closest(tensors: Checkpoint) -> str:
-    """The layout with the fewest names missing and unknown, and which these are, in words."""
-    similar = [layout for layout in REGISTERED if entries_of(layout, tensors)]
+    """The layout with the fewest names missing and unknown, if half of its own are there, and which, in words."""
+
+    def close(layout: Layout) -> bool:
+        needed = [dotted(key) for key in layout.required()]
+        return 2 * sum(key in tensors for key in needed) >= len(needed)
+
+    similar = [layout for layout in REGISTERED if close(layout)]
     if not similar:
         return ""
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from multihead.doctor.cause import Cause, Changes, Setting, when
+from multihead.masks import Causal
 
 
 def _names(letters: str) -> str:
@@ -42,7 +43,42 @@ def _from_x(setting: Setting) -> bool:
     return _crosses(setting) and Q == K
 
 
+def _over_the_batch(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    call = setting.call
+    plain = call.mask is None or (isinstance(call.mask, Causal) and call.mask.window is None)
+    if call.context is None and call.positions is None and plain and call.sizes[:2] != (1, 1):
+        yield "", {"over": "batch"}
+
+
+def _normed(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    s = setting.weights.sizes
+    own = [f" {n}" for n in range(len(setting.weights.inner))]
+    for place in ("x", "the output", *(["merged heads"] if s.H * s.V == s.E else [])):
+        for kind, word in (("layer", "LayerNorm"), ("rms", "RMSNorm")):
+            for number in (*own, ""):
+                yield f"({word} on {place})", {"normed": f"{kind}{number} on {place}"}
+
+
 CAUSES = (
+    Cause(
+        "attention over the batch axis",
+        1,
+        "(B, N, E) is taken for (N, B, E): the items at one place of all sequences attend to each other, and the items "
+        "of a sequence never meet. `nn.MultiheadAttention` and `nn.Transformer` do that unless they are made with "
+        "batch_first=True; every shape fits, so nothing complains.",
+        "nn.MultiheadAttention(E, H, batch_first=True)    # or give it x.transpose(0, 1), and transpose what comes out",
+        _over_the_batch,
+        paired=1,
+    ),
+    Cause(
+        "a norm inside",
+        1,
+        "There is a LayerNorm or an RMSNorm inside, on x, on the merged heads or on the output. In a transformer block "
+        "it stands beside attention, not in it: compare without it, or give the reference the normalised x.",
+        "x = x + attention(norm(x))       # the norm belongs to the block",
+        _normed,
+        paired=2,
+    ),
     Cause(
         "q and k swapped",
         1,

@@ -130,6 +130,16 @@ CAUSES = (
         when(lambda s: s.weights.sinks is not None, {"sinks": False}),
     ),
     Cause(
+        "half-precision scores",
+        3,
+        "q·k runs in float16 or bfloat16 (often under autocast, or with q and k cast for speed): the scores are good "
+        "to three digits (two in bfloat16), and a score of 30 is off by up to 0.1. The formula is right; the numbers "
+        "are rounded before the softmax, which raises e to them.",
+        "scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(D)",
+        lambda s: [(f"({name})", {"product": name}) for name in ("bfloat16", "float16")],
+        paired=0,
+    ),
+    Cause(
         "half-precision softmax",
         3,
         "The softmax runs in float16 or bfloat16: weights are good to three digits (two in bfloat16), and what is "

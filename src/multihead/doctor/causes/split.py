@@ -27,6 +27,30 @@ def _restarted(setting: Setting) -> Iterable[tuple[str, Changes]]:
         yield f"at 0 from item {chunk} on, for q", {"rope": f"stand still:q{chunk}"}
 
 
+def _backwards(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    if setting.weights.rope is not None:
+        for detail, how in (("(k)", "backwards:1"), ("(q and k)", "backwards"), ("(q)", "backwards:0")):
+            yield detail, {"rope": how}
+
+
+def _another_base(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    rope = setting.weights.rope
+    for base in BASES if rope is not None else ():
+        if rope is not None and base != rope.base:
+            yield f"({base:,.0f})", {"rope": f"base:{base}"}
+
+
+def _another_scaling(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    rope = setting.weights.rope
+    if rope is None:
+        return
+    if rope.scaling is not None:
+        yield "(none)", {"rope": "unscaled"}
+    for kind, factors in (("linear", (2, 4, 8, 0.5, 16)), ("ntk", (2, 4, 8)), ("llama3", (8, 32, 4))):
+        for factor in factors:
+            yield f"({kind}, factor {factor:g})", {"rope": f"{kind}:{factor}"}
+
+
 def _rope(setting: Setting) -> bool:
     return setting.weights.rope is not None
 
@@ -34,6 +58,8 @@ def _rope(setting: Setting) -> bool:
 def _norm(setting: Setting) -> bool:
     return setting.weights.norm is not None
 
+
+BASES = (1e4, 5e5, 1e6, 1.6e5, 1e3, 1e2, 1e5, 5e6, 1e7, 1e8)
 
 _OFF_BY_ONE = (
     "RoPE turns q and k by their positions, and q·k sees the difference only. Here one of the two counts from one more "
@@ -70,6 +96,33 @@ CAUSES = (
         "q1, q2 = q[..., 0::2], q[..., 1::2]              # interleaved\n"
         'mh.RoPE(pairing="interleaved")                   # or permute the rows of W_q and W_k when converting',
         when(_rope, {"rope": "other pairing"}),
+    ),
+    Cause(
+        "RoPE turned backwards",
+        2,
+        "The sign of the sine is the wrong way round, for k alone, for q alone or for both. With one of them backwards "
+        "q·k sees the sum of the two positions instead of their difference; with both, a distance has the wrong sign.",
+        "a, b = x[..., : D // 2], x[..., D // 2 :]\n"
+        "turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)      # the same for q and k",
+        _backwards,
+        paired=3,
+    ),
+    Cause(
+        "RoPE with another base",
+        2,
+        "The pairs turn by base^(−2p/D) radians per position, and the base is not the reference's: 10,000 in the "
+        "paper, 500,000 in Llama 3, 1,000,000 in Qwen 2 and Mixtral, 160,000 in ModernBERT.",
+        "mh.RoPE(base=…)                  # rope_theta in a Hugging Face configuration",
+        _another_base,
+        paired=3,
+    ),
+    Cause(
+        "RoPE with another scaling",
+        2,
+        "The rotation is stretched for longer sequences (linear, NTK-aware, Llama 3), and here it is stretched "
+        "otherwise, or not at all.",
+        "mh.RoPE(scaling=mh.positions.LinearScaling(4.0)) # rope_scaling, or rope_parameters, in the configuration",
+        _another_scaling,
     ),
     Cause(
         "RoPE applied to v",
