@@ -1,0 +1,78 @@
+"""The explorer: the seven steps in a browser, on a model, a text, a picture or a layer of one's own.
+
+`multihead explore` serves it, `mh.explore(layer_or_model, x)` opens it from Python, and `trace.html(path)` writes it
+to one file. It reads traces and lenses, and nothing deeper.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from multihead.explorer.export import single_file, write
+from multihead.explorer.session import Session
+from multihead.explorer.subjects import of_model
+from multihead.layer.trace import Trace, register_page
+
+if TYPE_CHECKING:
+    from multihead.explorer.serve import Running
+
+__all__ = ["explore"]
+
+
+def explore(
+    model: nn.Module,
+    x: Any = None,
+    *,
+    save: str | os.PathLike | None = None,
+    port: int | None = None,
+    browser: bool = True,
+    wait: bool | None = None,
+    **options: Any,
+) -> "Running | None":
+    """Open the explorer on a layer or a model.
+
+    Args:
+        model: a `MultiHeadAttention`, ours or torch's; any module that has some; a model of `mh.models`; or a Hugging
+            Face model.
+        x: what goes in. For a layer or a module of your own, its input. For a language model a text, or token numbers;
+            for a vision transformer a picture.
+        save: write the single file there instead of serving the page.
+        port: to listen at; the first free one from 8421 on unless given.
+        browser: whether to open a browser.
+        wait: whether to stay until Ctrl-C; in a script, and not at a prompt or in a notebook, unless given.
+        options: `labels=`, a name for each item; `grid=(rows, columns)`, where the last items are patches of a
+            picture; `tokenizer=` of a Hugging Face model; and what else the layer takes: `mask=`, `context=`, …
+
+    Returns:
+        the running server, whose `url` is the page's and which `close()` ends; None with `save`.
+
+    >>> layer, x = mh.MultiHeadAttention(32, heads=4), torch.randn(5, 32)
+    >>> server = mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False)  # doctest: +SKIP
+    """
+    subject, first = of_model(model, x, **options)
+    session = Session([subject])
+    session.start_with(first)
+    if save is not None:
+        write(save, single_file(session, session.first))
+        return None
+    try:
+        from multihead.explorer import serve
+    except ImportError as error:
+        raise ImportError(f'the explorer needs `pip install "multihead[explore]"`: {error}') from error
+    session.prepare()
+    running = serve.start(session, port=port, browser=browser)
+    if wait if wait is not None else not serve.is_interactive():
+        print(f"the explorer is at {running.url} (Ctrl-C ends it)")
+        running.wait()
+    return running
+
+
+def _write_trace(traced: Trace, path: str | os.PathLike) -> None:
+    from multihead.explorer.given import Recorded
+
+    session = Session([Recorded(traced)])
+    write(path, single_file(session, session.first))
+
+
+register_page(_write_trace)

@@ -1,0 +1,194 @@
+// The page: put together, and kept in step with the state and the address.
+
+import { createApp } from "./app.js";
+import { createAsk } from "./ask.js";
+import { eachFrame, el } from "./dom.js";
+import { createHeads } from "./heads.js";
+import { createInput, inputState } from "./input.js";
+import { createMaskEditor } from "./mask_editor.js";
+import { createNumber } from "./number.js";
+import { createPredict } from "./predict.js";
+import { createSession } from "./session.js";
+import { createShare, download } from "./share.js";
+import { createStage } from "./stage.js";
+import { createStore, formatState, parseState } from "./state.js";
+import { createStrip } from "./strip.js";
+import { createTable } from "./table.js";
+
+const start = JSON.parse(document.getElementById("multihead-start")?.textContent || '{"mode":"server"}');
+const LOADS = ["model", "layer", "text", "sample", "pixels", "ids", "mask", "off", "with", "mixing"];
+
+/** The whole page. @param {HTMLElement} root */
+export function openPage(root) {
+  /** @type {any} */
+  let session = null;
+  const python = createAsk(start, (trouble) => session?.trouble.set(trouble));
+  const store = createStore(parseState(location.hash.length > 1 ? location.hash : start.state ?? ""));
+  session = createSession(store, python);
+  const app = createApp(store, session, start.mode);
+  const live = el("p", { id: "live", class: "unseen", "aria-live": "polite" });
+  const table = createTable(download);
+  const mask = createMaskEditor(app);
+  app.maskButton = mask.button;
+  app.openTable = table.open;
+  app.live = eachFrame((/** @type {string} */ text) => {
+    live.textContent = text;
+  });
+  const input = createInput(app);
+  const strip = createStrip(app);
+  const stage = createStage(app);
+  const number = createNumber(app);
+  const heads = createHeads(app);
+  const predict = createPredict(app);
+  const share = createShare(app, () => stage.node);
+  const theme = el("button", { type: "button", id: "theme", onclick: () => store.set({ theme: app.theme() === "dark" ? "light" : "dark" }) });
+  const trouble = createTrouble(app);
+  const provisional = el("p", { class: "hint provisional", role: "status" });
+  root.replaceChildren(
+    el("a", { class: "skip", href: "#stage", text: "To the stage", onclick: (/** @type {Event} */ event) => {
+      event.preventDefault();
+      /** @type {HTMLElement} */ (stage.node.querySelector("canvas[tabindex]")).focus();
+    } }),
+    el("header", { class: "top" }, el("h1", {}, "multihead ", el("span", { text: "explorer" })), el("p", { class: "lede", text: "Multi-head attention in seven steps. Every number can be asked where it came from." }), el("div", { class: "top-tools" }, theme, share.button)),
+    share.panel, trouble.node,
+    el("main", {}, input.node, mask.panel, mask.cheat, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
+    el("footer", {}, el("p", { class: "hint", text: "Keys: ← and → walk the steps, arrow keys move inside a picture, Enter locks, Esc frees." })),
+    live, table.node);
+
+  const light = () => {
+    app.dim();
+    strip.draw();
+    stage.light();
+    number.show();
+    input.light();
+  };
+  app.lightUp = () => {
+    strip.draw();
+    if (stage.player.t === null) number.show(); // while a step moves, the number stands still
+  };
+  app.hover.subscribe(eachFrame(light));
+
+  function dress() {
+    document.documentElement.dataset.theme = app.theme();
+    theme.textContent = app.theme() === "dark" ? "Light" : "Dark";
+    theme.setAttribute("aria-label", app.theme() === "dark" ? "Light theme" : "Dark theme");
+  }
+
+  let walked = false;
+  function refresh() {
+    if (session.scene.get()?.model !== session.model()) return; // another model was chosen, and its numbers are on their way
+    dress();
+    app.dim();
+    number.follow(store.get().at);
+    input.update();
+    mask.update();
+    strip.update();
+    stage.update(walked);
+    walked = false;
+    number.show();
+    heads.update();
+    predict.update();
+    const scene = session.scene.get();
+    const alone = !scene.exact && scene.edited && store.get().layer > 0;
+    provisional.textContent = !alone ? "" : start.mode === "file" ? "The change is shown in this layer only: what it does to the layers before needs Python." : "";
+    document.title = `${scene.meta.steps[store.get().step - 1].title} · ${session.model().name} · multihead`;
+  }
+  const soon = eachFrame(refresh);
+
+  let fromHistory = false;
+  store.subscribe((state, before, how) => {
+    const fragment = `#${formatState(state)}`;
+    if (!fromHistory && !how.quiet) {
+      if (how.push) history.pushState(null, "", fragment);
+      else history.replaceState(null, "", fragment);
+    }
+    if (state.step !== before.step) walked = true;
+    if (LOADS.some((key) => /** @type {any} */ (state)[key] !== /** @type {any} */ (before)[key])) session.load();
+    soon();
+  });
+  const fromAddress = () => {
+    fromHistory = true;
+    app.hover.set(null);
+    store.set(parseState(location.hash));
+    fromHistory = false;
+  };
+  addEventListener("popstate", fromAddress);
+  addEventListener("hashchange", fromAddress);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
+
+  session.scene.subscribe(soon);
+  session.wall.subscribe(() => {
+    heads.update();
+    input.light();
+  });
+  for (const signal of [session.before, session.after, session.decoded]) signal.subscribe(soon);
+  session.busy.subscribe((/** @type {number} */ n) => root.setAttribute("aria-busy", String(n > 0)));
+
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+      if (!share.panel.hidden) share.close();
+      else if (store.get().at) app.free();
+      else if (!mask.panel.hidden) mask.open(false);
+      else stage.player.finish();
+      app.hover.set(null);
+    }
+    const loose = document.activeElement === document.body || document.activeElement === null;
+    if (loose && !event.altKey && !event.ctrlKey && !event.metaKey && (event.key === "ArrowLeft" || event.key === "ArrowRight")) {
+      event.preventDefault();
+      strip.go(store.get().step + (event.key === "ArrowRight" ? 1 : -1));
+    }
+  });
+
+  let aligned = false;
+  function alignOnce() {
+    if (!aligned) app.align();
+    aligned = true;
+  }
+
+  async function begin() {
+    dress();
+    try {
+      const first = await session.begin();
+      const state = store.get();
+      const chosen = session.models.find((/** @type {any} */ m) => m.id === state.model);
+      const model = chosen ?? session.models.find((/** @type {any} */ m) => m.id === first.model);
+      const named = state.text !== null || state.sample || state.pixels || state.ids;
+      const given = chosen || named ? {} : inputState(first.input);
+      const layer = chosen ? state.layer : state.layer || first.layer;
+      store.set({ model: model.id, ...given, layer: Math.min(layer, model.layers.length - 1) });
+      const loaded = session.load();
+      session.scene.subscribe(alignOnce);
+      await loaded;
+    } catch (error) {
+      session.complain(error);
+    }
+  }
+  trouble.retry = () => (session.models.length ? session.load() : begin());
+  begin();
+  return { app, stage, mask, input };
+}
+
+/** What went wrong, in words, with what to do. @param {any} app */
+function createTrouble(app) {
+  const says = el("p");
+  const address = el("input", { type: "text", "aria-label": "The address that multihead explore printed", placeholder: "http://127.0.0.1:8421/?token=…" });
+  const use = el("button", { type: "button", text: "Go on", onclick: () => {
+    app.session.python.useToken(address.value);
+    made.retry();
+  } });
+  const again = el("button", { type: "button", text: "Try again", onclick: () => made.retry() });
+  const close = el("button", { type: "button", class: "quiet", text: "Dismiss", onclick: () => app.session.trouble.set(null) });
+  const node = el("div", { class: "trouble", role: "alert", hidden: true }, says, address, use, again, close);
+  const made = { node, retry: () => {} };
+  app.session.trouble.subscribe((/** @type {any} */ trouble) => {
+    node.hidden = !trouble;
+    if (!trouble) return;
+    says.textContent = trouble.message;
+    address.hidden = use.hidden = trouble.kind !== "token";
+    again.hidden = trouble.kind === "away" || trouble.kind === "token";
+  });
+  return made;
+}
+
+const root = document.getElementById("app");
+if (root) /** @type {any} */ (globalThis).multihead = openPage(root);

@@ -1,0 +1,99 @@
+// The number under the pointer, or the locked one: its value, the line that made it with the real numbers, and the terms
+// that add most. A term leads to where it came from; back and forward walk that path.
+
+import { headColour } from "./colour.js";
+import { el } from "./dom.js";
+import { explain, exists, formatCell, numberText, parseCell, titleOf } from "./explain.js";
+
+/** @param {any} app */
+export function createNumber(app) {
+  /** @type {string[]} */
+  let path = [];
+  let at = -1;
+  const lead = el("p", { class: "lead" });
+  const title = el("h2", { id: "number-title" });
+  const value = el("output", { class: "value", id: "number-value" });
+  const formula = el("code", { class: "formula" });
+  const lines = el("div", { class: "lines" });
+  const terms = el("ol", { class: "bars terms" });
+  const rest = el("p", { class: "hint" });
+  const back = el("button", { type: "button", text: "← Back", onclick: () => walk(-1) });
+  const forward = el("button", { type: "button", text: "Forward →", onclick: () => walk(1) });
+  const free = el("button", { type: "button", text: "Free (Esc)", onclick: () => app.free() });
+  const node = el("aside", { class: "number", "aria-labelledby": "number-title" }, lead, title, value, formula, lines, terms, rest, el("div", { class: "tools" }, back, forward, free));
+
+  function walk(/** @type {number} */ by) {
+    const next = path[at + by];
+    if (next === undefined) return;
+    at += by;
+    app.go(parseCell(next));
+  }
+
+  /** The largest weight of the chosen token, or of the last row: something to look at before anything is pointed at. @param {any} scene */
+  function instance(scene) {
+    const { shape: [H, Q, K], data } = scene.tensors.weights;
+    const h = Math.min(app.store.get().head, H - 1);
+    const key = app.store.get().way === "from" ? app.chosenToken("key") : null;
+    let q = app.chosenToken("query") ?? Q - 1;
+    let k = key ?? 0;
+    const weight = (/** @type {number} */ i, /** @type {number} */ j) => data[(h * Q + i) * K + j];
+    if (key === null) for (let j = 1; j < K; j++) k = weight(q, j) > weight(q, k) ? j : k;
+    else for (let i = 0; i < Q; i++) q = weight(i, k) > weight(q, k) ? i : q;
+    return { name: "weights", index: [h, q, k] };
+  }
+
+  function show() {
+    const scene = app.session.scene.get();
+    if (!scene) return;
+    const locked = parseCell(app.store.get().at);
+    const pointed = app.focus();
+    const cell = exists(scene, pointed) ? pointed : instance(scene);
+    const made = explain(scene, cell);
+    const isLocked = locked !== null && formatCell(cell) === formatCell(locked);
+    lead.textContent = isLocked ? "Locked" : exists(scene, pointed) ? "Under the pointer" : app.pointed() ? "The largest weight of this token" : "For instance. Point at any number; click to lock it.";
+    title.textContent = made.title;
+    value.textContent = `= ${numberText(made.value)}`;
+    formula.textContent = made.formula;
+    lines.replaceChildren(...made.lines.map((text) => el("p", { text })));
+    const most = made.terms.reduce((m, term) => Math.max(m, Math.abs(term.value)), 1e-30);
+    terms.classList.toggle("signed", made.bars === "signed");
+    terms.replaceChildren(...made.terms.map((term) => row(scene, term, made.bars === "share" ? 1 : most, made.bars)));
+    const own = made.bars === "share" ? made.terms.findIndex((term) => term.cells[0]?.index[2] === cell.index[2]) : -1;
+    terms.children[own]?.classList.add("own");
+    rest.textContent = made.rest ? `The other ${made.rest.count} add ${numberText(made.rest.value)}.` : "";
+    back.disabled = at <= 0;
+    forward.disabled = at >= path.length - 1;
+    free.disabled = !app.store.get().at;
+    if (exists(scene, pointed)) app.live(`${made.title} = ${numberText(made.value)}`);
+  }
+
+  function row(/** @type {any} */ scene, /** @type {any} */ term, /** @type {number} */ most, /** @type {string} */ bars) {
+    const fill = el("span", { class: "fill" });
+    const size = Number.isFinite(term.value) ? Math.min(1, Math.abs(term.value) / most) : 0;
+    const half = bars === "signed" ? 50 : 100;
+    fill.style.width = `${size * half}%`;
+    if (bars === "signed") fill.style.marginLeft = term.value < 0 ? `${50 - size * 50}%` : "50%";
+    fill.classList.add(term.value < 0 ? "minus" : "plus");
+    if (term.head !== undefined) fill.style.background = headColour(term.head, scene.layer.sizes.H, app.theme());
+    const parts = [el("span", { class: "token-name" }, el("bdi", { text: term.label })), el("span", { class: "track" }, fill), el("span", { class: "figure", text: numberText(term.value) }), el("span", { class: "detail", text: term.detail })];
+    const [first] = term.cells;
+    if (!first) return el("li", {}, el("div", { class: "term" }, ...parts));
+    const names = term.cells.map((/** @type {any} */ c) => titleOf(scene, c)).join(" and ");
+    return el("li", {}, el("button", { type: "button", class: "term", "aria-label": `${term.label}: ${numberText(term.value)}. Go to ${titleOf(scene, first)}`, title: `From ${names}`, onclick: () => app.lock(first, true) }, ...parts));
+  }
+
+  return {
+    node,
+    show,
+    /** Keep the path in step with what is locked. @param {string} locked */
+    follow(locked) {
+      if (!parseCell(locked) || path[at] === locked) return;
+      if (path[at - 1] === locked) at -= 1;
+      else if (path[at + 1] === locked) at += 1;
+      else {
+        path = [...path.slice(0, at + 1), locked].slice(-200);
+        at = path.length - 1;
+      }
+    },
+  };
+}

@@ -1,0 +1,63 @@
+// What the parts of the page work out before they draw it.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { load } from "./page.mjs";
+
+const { seesFuture, leansOn, allowed, parseMask, describeMask } = await load("mask.js");
+const { arrangeHeads } = await load("heads.js");
+const { probabilities } = await load("predict.js");
+const { textOf } = await load("input.js");
+const { csvOf } = await load("table.js");
+const { arrangeSlabs } = await load("regroup.js");
+const { indexAt, layout, litIn, placeOf } = await load("paint.js");
+
+test("who sees the future, and which later token a row leans on", () => {
+  assert.equal(seesFuture(allowed(parseMask("causal"), 4, 4), 4, 4), false);
+  assert.equal(seesFuture(allowed(parseMask("none"), 4, 4), 4, 4), true);
+  assert.equal(seesFuture(allowed(parseMask("causal"), 2, 4), 2, 4), false);
+  const weights = Float32Array.from([0.1, 0.2, 0.7, 0.5, 0.1, 0.4, 0.3, 0.3, 0.4]);
+  const found = leansOn(weights, 1, 3, 3);
+  assert.deepEqual(found.map((f) => f && f.key), [2, 2, null]);
+  assert.ok(Math.abs(found[0].total - 0.9) < 1e-6);
+  assert.match(describeMask(parseMask("causal:4")), /newest 4/);
+});
+
+test("the finder sorts, and filters by a share of the largest", () => {
+  const heads = [{ layer: 0, head: 0, first: 0.1 }, { layer: 0, head: 1, first: 0.8 }, { layer: 1, head: 0, first: null }, { layer: 1, head: 1, first: 0.5 }];
+  assert.deepEqual(arrangeHeads(heads, { sort: "first", metric: "first", least: 0 }).kept.map(({ n }) => n), [1, 3, 0, 2]);
+  assert.deepEqual(arrangeHeads(heads, { sort: "place", metric: "first", least: 50 }).kept.map(({ n }) => n), [1, 3]);
+});
+
+test("temperature and top-k", () => {
+  const logits = Float32Array.from([1, 3, 2, 0]);
+  const p = probabilities(logits, 1, 4);
+  assert.ok(Math.abs(p.reduce((a, b) => a + b) - 1) < 1e-12);
+  assert.ok(Math.abs(p[1] - Math.E ** 3 / (Math.E + Math.E ** 3 + Math.E ** 2 + 1)) < 1e-6);
+  assert.deepEqual([...probabilities(logits, 0.5, 2)].map((v) => v > 0), [false, true, true, false]);
+  assert.ok(probabilities(logits, 0.05, 4)[1] > 0.99);
+});
+
+test("the text of tokens, halves of characters put together again", () => {
+  assert.equal(textOf([{ bytes: "" }, { bytes: "49" }, { bytes: "20e298" }, { bytes: "83" }]), "I ☃");
+});
+
+test("a table as CSV, with labels that hold commas and quotes", () => {
+  assert.equal(csvOf({ title: "t", rows: 1, columns: 2, rowLabels: ['a,"b"'], value: (r, c) => c + 0.5 }), ',0,1\n"a,""b""",0.5,1.5\n');
+});
+
+test("slabs fit their box", () => {
+  for (const [slabs, rows, width] of [[4, 8, 300], [128, 8, 900], [8, 128, 336], [50, 4, 1600]]) {
+    const { columns, rowHeight, slabWidth, down } = arrangeSlabs(slabs, rows, width);
+    assert.ok(columns * down >= slabs && rowHeight > 0 && slabWidth * columns <= width + 1, `${slabs}×${rows} in ${width}`);
+  }
+});
+
+test("cells of a view: there and back, and what a pattern lights", () => {
+  const view = { name: "q", t: { shape: [3, 2, 5], data: new Float32Array(30) }, rows: [0], columns: [1, 2] };
+  assert.deepEqual(indexAt(view, 2, 7), [2, 1, 2]);
+  assert.deepEqual(placeOf(view, [2, 1, 2]), { row: 2, column: 7 });
+  assert.deepEqual(litIn(view, [1, null, 3]), [{ top: 1, bottom: 2, left: 3, right: 4 }, { top: 1, bottom: 2, left: 8, right: 9 }]);
+  assert.deepEqual(litIn({ ...view, columns: [2], fixed: { 1: 0 } }, [1, 1, null]), []);
+  const { R, C, down, across } = layout(view);
+  assert.deepEqual([R, C, down[2], across[7]], [3, 10, 20, 7]);
+});
