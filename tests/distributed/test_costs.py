@@ -1,0 +1,106 @@
+"""Bytes on the wire equal the plan's, memory falls with the ranks, and transfers run while a rank computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import multihead as mh
+import multihead.distributed
+from multihead.distributed import Plan, plan
+from tests.distributed.pool import SIZES, Pool
+
+MASKS = {
+    "everything": None,
+    "causal": mh.Causal(),
+    "window": mh.Causal(window=5),
+    "documents": mh.Documents([7, 20, 14]) & mh.Causal(),
+    "padding": mh.Padding([3, 30]),
+}
+LAYER: dict[str, Any] = {"width": 24, "heads": 6, "kv_heads": 2, "head_dim": 4, "value_dim": 6}
+N = 41
+
+
+def count(mesh: Any, method: str, backward: bool) -> dict[str, int]:
+    rank, found = mesh.get_local_rank(), {}
+    layer = mh.distributed.shard_sequence(mh.MultiHeadAttention(**LAYER), mesh, method=method)
+    x = torch.randn(2, N, 24).tensor_split(mesh.size(), 1)[rank]
+    for name, mask in MASKS.items():
+        before = layer.sharding.wire.sent
+        with torch.set_grad_enabled(backward):
+            y = layer(x, mask=mask)
+        if backward:
+            y.sum().backward()
+        found[name] = layer.sharding.wire.sent - before
+    return found
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+def test_bytes_on_the_wire_are_those_of_the_plan(pool: Pool, method: str, backward: bool) -> None:
+    layer = mh.MultiHeadAttention(**LAYER)
+    for ranks in SIZES:
+        answers = pool.run(count, ranks, method, backward)
+        for name, mask in MASKS.items():
+            cost = plan(layer, ranks, tokens=N, mask=mask, batch=2, backward=backward).costs[method]
+            assert [answer[name] for answer in answers] == list(cost.sent), name
+
+
+def test_bytes_of_a_ring_by_hand() -> None:
+    """Everything is seen: each rank sends its keys and values to each other rank, once, and a header."""
+    cost = plan(mh.MultiHeadAttention(32, heads=4), 4, tokens=64).costs["ring"]
+    assert set(cost.sent) == {3 * (16 * 4 * (8 + 8) * 4 + 128)}
+
+
+def test_a_window_sends_only_what_is_seen() -> None:
+    layer = mh.MultiHeadAttention(32, heads=4)
+    narrow, wide = (plan(layer, 8, tokens=4096, mask=mask).costs["ring"] for mask in (mh.Causal(window=9), mh.Causal()))
+    assert max(narrow.sent) == 7 * 128 + 8 * 4 * (8 + 8) * 4  # eight keys of the slice before
+    assert max(wide.sent) > 400 * max(narrow.sent) / 8
+
+
+def test_no_rank_idles_under_a_causal_mask() -> None:
+    from multihead.distributed import schedule
+    from multihead.masks.intervals import Frame
+
+    for ranks in (2, 3, 4, 8, 64):
+        whole = mh.Causal().lower(Frame.of(4099, 4099))
+        lengths = [4099 // ranks + (r < 4099 % ranks) for r in range(ranks)]
+        assert schedule.make(whole, lengths, lengths).imbalance < 1.05
+        assert schedule.make(whole, lengths, lengths, balance=False).imbalance > 1.4
+
+
+def test_a_plan_for_a_thousand_ranks_and_a_million_tokens() -> None:
+    layer = mh.MultiHeadAttention(4096, heads=32, kv_heads=8)
+    found = plan(
+        layer, 1024, tokens=2**20, mask=mh.Causal(), dtype=torch.bfloat16, backward=True, bandwidth=2.5e10, flops=5e13
+    )  # fmt: skip
+    assert isinstance(found, Plan)
+    assert found.best == "ring"
+    assert found.costs["ulysses"].refused is not None  # 1024 ranks, 32 heads
+    assert found.costs["ring"].memory < found.one_process.memory / 200
+    assert "ring" in str(found)
+
+
+def peak(mesh: Any, method: str) -> float:
+    """MiB above what was there before."""
+    rank = mesh.get_local_rank()
+    q, k, v = (torch.randn(1, 1, 4096, 512).tensor_split(mesh.size(), 2)[rank].clone() for _ in range(3))
+    mh.distributed.attend(q[:, :, :8], k[:, :, :8], v[:, :, :8], mesh=mesh, method=method)  # torch is awake
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    mh.distributed.attend(q, k, v, mesh=mesh, method=method)
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_memory_falls_with_the_ranks(pool: Pool) -> None:
+    two, four = (max(pool.run(peak, ranks, "ring")) for ranks in (2, 4))
+    gathered = max(pool.run(peak, 4, "gather"))
+    assert four < 0.8 * two  # of two ranks only one block is ever in flight, of four two are
+    assert four < 0.9 * gathered
