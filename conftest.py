@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # bf16 products die where CPUID hides the AMX leaves
 
@@ -9,6 +10,14 @@ import pytest
 import torch
 
 import multihead as mh
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The explorer's token of whoever runs the tests stays as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +30,17 @@ def _same_start_for_every_test() -> None:
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # what other tests have compiled does not count against this one
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many of the wrong implementations of tests/doctor the doctor named, if they ran."""
+    shown = [
+        named and report.outcome == "passed"
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+        if report.when == "call"
+        for what, named in report.user_properties
+        if what == "wrong implementation"
+    ]
+    if shown:
+        terminalreporter.write_line(f"the doctor named {sum(shown)} of {len(shown)} wrong implementations")

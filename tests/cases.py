@@ -13,9 +13,10 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import steps
-from multihead.attend import BACKENDS
-from multihead.intervals import Frame
+from multihead.attention import BACKENDS
 from multihead.masks import lower
+from multihead.masks.intervals import Frame
+from tests.fuzz import oracle
 
 
 def block_lower(H: int, Q: int, K: int) -> Tensor:
@@ -85,7 +86,7 @@ class Case:
         return mh.attend(**self.tensors(dtype), mask=self.mask, backend=backend, **self.options, **more)
 
     def exact(self, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """An oracle that shares no code with the package: NumPy, in extended precision, row by row of the softmax."""
+        """An oracle that shares no code with the package, masks included: NumPy, in extended precision."""
         weights, lse = self.exact_weights(dtype)
         v = self.tensors(dtype)["v"].double().numpy().astype(np.longdouble)
         return np.einsum("bhqk,bhkv->bhqv", weights, np.repeat(v, self.H // self.G, axis=1)), lse
@@ -99,7 +100,8 @@ class Case:
             logits = np.tanh(logits / self.options["softcap"]) * self.options["softcap"]
         logits = logits + t.get("bias", np.longdouble(0))
         if self.mask is not None:
-            logits = np.where(self.mask.dense(self.Q, self.K).numpy(), logits, -np.inf)
+            seen = oracle.visible(parts_of(self.mask), self.B, self.H, self.Q, self.K)
+            logits = np.where(seen, logits, -np.inf)
         sink = np.broadcast_to(t["sinks"][:, None] if self.sinks else -np.inf, logits.shape[:-1])
         top = np.maximum(logits.max(-1, initial=-np.inf), sink)
         top = np.where(top == -np.inf, 0, top)
@@ -125,6 +127,25 @@ class Case:
         q, k = t["q"], steps.repeat_heads(t["k"], self.H)
         scores = score(q, k) * self.options.get("scale", self.D**-0.5)
         return steps.hide(scores, allowed=visible.allowed(), softcap=self.options.get("softcap"), bias=t.get("bias"))
+
+
+def parts_of(mask: Any) -> list[oracle.Part]:
+    """A mask as the oracle takes it: what it was made of, not what the package makes of it."""
+    match mask:
+        case mh.Causal():
+            return [("causal", mask.window)]
+        case mh.Window():
+            return [("window", mask.left, mask.right)]
+        case mh.Prefix():
+            return [("prefix", mask.n.tolist() if isinstance(mask.n, Tensor) else mask.n)]
+        case mh.Padding():
+            return [("padding", mask.lengths.tolist(), mask.side)]
+        case mh.Documents():
+            keys = mask.key_lengths
+            return [("documents", mask.lengths.tolist(), None if keys is None else keys.tolist())]
+        case mh.Allowed():
+            return [("allowed", mask.tensor.numpy())]
+    return [part for one in mask.parts for part in parts_of(one)]
 
 
 def max_error(found: Tensor, exact: np.ndarray) -> float:

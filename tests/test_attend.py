@@ -8,8 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 import multihead as mh
-from multihead import native
-from multihead.attend import BACKENDS
+from multihead import kernel
+from multihead.attention import BACKENDS
 from tests.cases import CASES, Case, accepting, assert_within_bound, by_why
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -66,8 +66,8 @@ def test_views_of_every_kind_give_what_their_copies_give(view: str, backend: str
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout": 0.4}], ids=["plain", "softcap", "dropout"])
 def test_the_native_backend_agrees_with_the_specification_in_every_derivative(options: dict) -> None:
     """Out and lse, their gradients with sinks, and gradients of gradients; the same weights are dropped."""
-    if native.module is None:
-        pytest.skip(f"the native module is {native.missing}")
+    if kernel.module is None:
+        pytest.skip(f"the native module is {kernel.missing}")
 
     def derivatives(backend: str) -> list[torch.Tensor]:
         torch.manual_seed(4)
@@ -94,7 +94,7 @@ class TestChoice:
 
     q = torch.randn(1, 2, 3, 4)
 
-    best = "native" if native.module is not None else "sdpa"
+    best = "native" if kernel.module is not None else "sdpa"
 
     def test_the_first_that_can_takes_the_call(self) -> None:
         assert mh.explain(self.q, self.q, self.q).backend == self.best
@@ -297,8 +297,8 @@ def test_forward_mode_derivatives_are_those_of_the_specification() -> None:
 
 def test_forward_and_backward_of_the_native_backend_need_memory_of_order_n() -> None:
     """At 32,768 tokens, outputs and gradients included, less than 64 MiB; one (Q, K) matrix would take 4 GiB."""
-    if native.module is None:
-        pytest.skip(f"the native module is {native.missing}")
+    if kernel.module is None:
+        pytest.skip(f"the native module is {kernel.missing}")
     script = """
 import resource, torch, multihead as mh
 q, k, v = (torch.randn(1, 2, 32768, 8, requires_grad=True) for _ in range(3))
@@ -315,7 +315,7 @@ def test_a_call_leaves_memory_of_order_n_for_the_lse_of_sdpa() -> None:
     """The log-sum-exp at 8192 tokens adds less than a tenth of what a (Q, K) matrix would take."""
     script = """
 import resource, torch, multihead as mh
-from multihead.backends.sdpa import logsumexp
+from multihead.attention.sdpa import logsumexp
 q = torch.randn(1, 1, 8192, 8)
 mh.attend(q[:, :, :600], q[:, :, :600], q[:, :, :600], mh.Causal(), backend="sdpa", return_lse=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

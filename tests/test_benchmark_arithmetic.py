@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from multihead.bench import measure
-from multihead.bench.cases import CASES, CAUSAL, FULL, SDPA, Attend, Layer, Mask, goal, select
+from multihead.bench.cases import CASES, CAUSAL, FULL, OPENVINO, SDPA, Attend, Layer, Mask, goal, select
 from multihead.bench.ceilings import Ceilings, measure_ceilings, working_set
 
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
@@ -90,9 +90,44 @@ def test_blocks_in_which_the_clock_moved_are_left_out():
 def test_a_restless_machine_keeps_its_steadiest_blocks_and_says_so():
     readings = [1.0 + 0.1 * i for i in range(31)]
     kept, note = measure.steady(readings)
-    assert len(kept) == 10
+    assert len(kept) == 15
     assert kept == list(range(min(kept), max(kept) + 1))  # around the usual clock
-    assert "restless clock: 0 of 30 blocks steady, kept 10" in note
+    assert "restless clock: 0 of 30 blocks steady, kept 15" in note
+
+
+def test_a_restless_machine_keeps_nine_blocks_at_least():
+    kept, note = measure.steady([1.0 + 0.1 * i for i in range(12)])
+    assert len(kept) == measure.FEWEST_KEPT == 9
+    assert "kept 9" in note
+    assert measure.steady([1.0, 1.5, 2.0])[0] == [0, 1], "where there are fewer, all of them"
+
+
+@pytest.mark.parametrize(
+    ("readings", "times"),
+    [
+        (lambda n: 1.0, 1),
+        (lambda n: 1.0 + n % 2, 2),
+        (lambda n: 1.0 + n % 2 * (n < measure.FEWEST_BLOCKS), None),
+    ],
+    ids=["steady", "never", "later"],
+)
+def test_a_restless_clock_gets_more_blocks_and_twice_as_many_at_most(monkeypatch, readings, times):
+    taken = []
+    monkeypatch.setattr(measure, "clock_reading", lambda: taken.append(0) or readings(len(taken) - 1))
+    found = measure.compare(Scripted("a", 0.06, []), Scripted("b", 0.12, []), seconds=1e-3)
+    few = measure.FEWEST_BLOCKS
+    if times is None:
+        assert few < found.blocks < measure.AT_LONGEST * few
+        assert found.note == ""
+    else:
+        assert found.blocks == times * few
+        assert bool(found.note) == (times > 1)
+
+
+def test_openvino_gets_the_longest_rest():
+    from multihead.bench.peers.runtimes import RESTS
+
+    assert RESTS[OPENVINO] == max(RESTS.values()) >= 0.2
 
 
 def test_the_number_of_blocks_stays_within_bounds():
@@ -103,6 +138,7 @@ def test_the_number_of_blocks_stays_within_bounds():
 
 def test_contenders_alternate_and_rest_only_when_hands_change(monkeypatch):
     log = []
+    monkeypatch.setattr(measure, "clock_reading", lambda: 1.0)
     monkeypatch.setattr(measure.time, "sleep", lambda seconds: log.append(("rest", seconds)))
     a, b = Scripted("a", 0.06, log), Scripted("b", 0.12, log, rest=0.05)
     found = measure.compare(a, b, seconds=1e-3, seed=4)

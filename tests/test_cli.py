@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import multihead as mh
-from multihead import native
+from multihead import kernel
 from multihead.sizes import Sizes
 
 
@@ -84,7 +84,7 @@ def test_shapes_are_those_of_a_real_layer(options: dict) -> None:
 
 def test_info_says_what_is_there() -> None:
     told = run("info").stdout
-    assert native.module is None or "whole layer" in told
+    assert kernel.module is None or "whole layer" in told
     for part in (
         f"multihead      {mh.__version__}",
         "native module",
@@ -94,6 +94,48 @@ def test_info_says_what_is_there() -> None:
         "mh.explain",
     ):
         assert part in told
+
+
+@pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
+def test_an_unknown_instruction_set_is_named_and_the_rest_is_told() -> None:
+    told = run("info", MULTIHEAD_ISA="bogus", COLUMNS="200", NO_COLOR="1")
+    message = "MULTIHEAD_ISA=bogus: instruction set 'bogus' is unknown: this machine has portable"
+    assert told.returncode == 2
+    assert message in told.stderr
+    assert "Traceback" not in told.stderr
+    for part in (message, "cpu features", "accelerator", "native → sdpa → reference"):
+        assert part in told.stdout
+    shown = run("show", "--example", MULTIHEAD_ISA="bogus", COLUMNS="200", NO_COLOR="1")
+    assert shown.returncode == 2
+    assert message in shown.stderr
+
+
+CALLS = {
+    "attend": "mh.attend(q, q, q)",
+    "attend with gradients": "mh.attend(q.requires_grad_(), q, q)",
+    "explain": "mh.explain(q, q, q)",
+    "layer": "mh.MultiHeadAttention(8, heads=2).requires_grad_(False)(torch.randn(3, 8))",
+    "lens": "mh.look(q, q).entropy()",
+    "nn": "mh.nn.MultiheadAttention(8, 2).eval()(x, x, x)",
+}
+
+
+@pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
+def test_an_unknown_instruction_set_is_an_error_of_every_call() -> None:
+    script = f"""
+import torch, multihead as mh, multihead.nn
+for name, call in {CALLS!r}.items():
+    q, x = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 8)
+    try:
+        eval(call)
+    except ValueError as error:
+        assert "MULTIHEAD_ISA=bogus: instruction set 'bogus' is unknown: this machine has portable" in str(error), (name, error)
+    else:
+        raise AssertionError(name)
+"""
+    environment = os.environ | {"MULTIHEAD_ISA": "bogus"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_and_version() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.edit import NAMES
+from multihead.layer.edit import NAMES
 
 
 @pytest.fixture

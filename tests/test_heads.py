@@ -8,7 +8,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import heads
-from multihead.backends import region
+from multihead.lens import region
 
 N = 23
 TOKENS = torch.randint(5, (2, N), generator=torch.Generator().manual_seed(3))
@@ -191,3 +191,13 @@ def test_mixing_says_what_w_o_is_for() -> None:
     with torch.no_grad():
         layer.o_proj.weight.copy_(torch.eye(12))
     torch.testing.assert_close(heads.mixing(layer), torch.eye(3) / 3**0.5)
+
+
+def test_own_token_is_the_diagonal() -> None:
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
+    for mask in (None, mh.Causal()):
+        lens = mh.look(q, k, mask=mask)
+        wanted = lens.weights()[:, :, torch.arange(5), torch.arange(5) + 2].mean(-1)
+        assert torch.allclose(heads.own_token(lens), wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="expected self-attention"):
+        heads.own_token(mh.look(k, q))

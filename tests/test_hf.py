@@ -16,7 +16,7 @@ import multihead.hf
 from multihead import lens
 from multihead.hf.interface import attention
 from multihead.hf.masks import IntervalMask, mask
-from multihead.intervals import Visible
+from multihead.masks.intervals import Visible
 from tests.hf_architectures import ARCHITECTURES, CLASSES, GROUPED, LEDGER, Architecture, Refused, tokens
 
 GENERATING = [a for a in ARCHITECTURES if a.generates]

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import multihead as mh
+from multihead import attention, kernel
 from multihead import lens as lens_module
-from multihead import native
-from multihead.backends import native_statistics, region
+from multihead.call import Reason
+from multihead.kernel import eligible
+from multihead.kernel import statistics as native_statistics
+from multihead.lens import region
 from tests.cases import CASES, ORDERS, Case, accepting, assert_within_bound, by_why, max_error
 
 WAYS = {"the kernel": {}, "torch": {}, "torch in small tiles": {"SIDE": 8, "TILE": 128}}
@@ -32,9 +35,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in WAYS[request.param].items():
         monkeypatch.setattr(region, name, value)
     if request.param != "the kernel":
-        monkeypatch.setattr(native_statistics, "accepts", lambda region: False)
-    elif native.module is None:
-        pytest.skip(f"the native module is {native.missing}")
+        monkeypatch.setattr(eligible, "scores", lambda region: Reason("the test says so", True))
+    elif kernel.module is None:
+        pytest.skip(f"the native module is {kernel.missing}")
     return request.param
 
 
@@ -129,11 +132,11 @@ class TestAttendWithWeights:
     @pytest.fixture(params=["in one pass", "from the kernel's state", "from the log-sum-exp"])
     def found(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         if request.param == "from the log-sum-exp":
-            monkeypatch.setattr(lens_module, "attend_and_weigh", lambda call: None)
-        elif native.module is None:
-            pytest.skip(f"the native module is {native.missing}")
+            monkeypatch.setattr(attention, "FEW_ROWS", 2**40)
+        elif kernel.module is None:
+            pytest.skip(f"the native module is {kernel.missing}")
         elif request.param == "from the kernel's state":
-            monkeypatch.setattr(native.module, "most_weighed_keys", 0)
+            monkeypatch.setattr(kernel.module, "most_weighed_keys", 0)
         return request.param
 
     @pytest.mark.parametrize("case", CASES, **by_why)
@@ -148,16 +151,16 @@ class TestAttendWithWeights:
             worst = max(plain, key=lambda w: max_error(w, exact.numpy()))
             assert_within_bound(weights, worst, exact.numpy(), dtype)
 
-    @pytest.mark.skipif(native.module is None, reason=f"the native module is {native.missing}")
+    @pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
     def test_whoever_computes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert native.module is not None
+        assert kernel.module is not None
         q, k, v = torch.randn(3, 2, 4, 40, 16)
         q[0, 0, 3], k[1, 2, 7] = torch.nan, torch.inf
         given = {"mask": mh.Causal(window=9), "sinks": torch.randn(4), "bias": torch.randn(4, 40, 40)}
         given["bias"][1, 5] = -torch.inf  # a query that sees only its sink
         out, weights = lens_module.attend_with_weights(q, k, v, **given)
-        for name, value in (("most_weighed_keys", 0), ("attend_and_weigh", lambda call: None)):
-            monkeypatch.setattr(native.module if value == 0 else lens_module, name, value)
+        for owner, name, value in ((kernel.module, "most_weighed_keys", 0), (attention, "FEW_ROWS", 2**40)):
+            monkeypatch.setattr(owner, name, value)
             other_out, others = lens_module.attend_with_weights(q, k, v, **given)
             torch.testing.assert_close(out, other_out, equal_nan=True)
             torch.testing.assert_close(weights, others, equal_nan=True)
@@ -278,18 +281,18 @@ def test_what_is_hidden_stays_hidden_and_a_visible_nan_stays_in_its_rows(pool: s
 def work(way: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(queries, keys) of each pass over scores that starts, whoever computes it."""
     passes: list[tuple[int, int]] = []
-    tiles, run = region.Region.tiles, native_statistics._run
+    tiles, read = region.Region.tiles, native_statistics._read
 
-    def run_counted(function: Callable, part: region.Region, *more: Any) -> None:
+    def read_counted(part: region.Region) -> Any:
         passes.append(part.shape[2:])
-        run(function, part, *more)
+        return read(part)
 
     def counted(self: region.Region, all_heads: bool = False) -> Any:
         passes.append(self.shape[2:])
         return tiles(self, all_heads)
 
     monkeypatch.setattr(region.Region, "tiles", counted)
-    monkeypatch.setattr(native_statistics, "_run", run_counted)
+    monkeypatch.setattr(native_statistics, "_read", read_counted)
     return passes
 
 

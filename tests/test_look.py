@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead import plots
+from multihead.lens import plots
 
 B, N, E = 2, 7, 16
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import multihead as mh
-from multihead.intervals import Frame, Ramp, Visible, higher_of, lower_of
 from multihead.masks import lower
+from multihead.masks.intervals import Frame, Ramp, Visible, higher_of, lower_of
 
 sizes = st.integers(0, 9)
 

@@ -253,31 +253,49 @@ def test_padded_positions_are_the_same_in_training_and_inference() -> None:
         assert (encoder.eval()(x, src_key_padding_mask=padding)[padding] == 0).all()
         assert replace(encoder).nested_off == [""]
         assert_close(encoder(x, src_key_padding_mask=padding), trained)
-    with pytest.warns(UserWarning, match="enable_nested_tensor"):
-        nn.TransformerEncoder(encoder.layers[0], 2)
+        even = nn.TransformerEncoderLayer(
+            E, 2, 13, batch_first=True, dropout=0.0
+        )  # torch nests an even number of heads
+        replace(even)
+        built = nn.TransformerEncoder(even, 2).eval()  # around one of ours: nested as torch's
+        padded = built(x, src_key_padding_mask=padding)
+        assert built.use_nested_tensor
+        assert (padded[padding] == 0).all()
+        built.use_nested_tensor = False
+        assert_close(padded[~padding], built(x, src_key_padding_mask=padding)[~padding])
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("make", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors(batch_first: bool, is_causal: bool) -> None:
-    module = MultiheadAttention(E, H, batch_first=batch_first)
-    rows = [torch.randn(n, E) for n in (3, L)]
-    nested = torch.nested.nested_tensor(rows)
+def test_nested_tensors(batch_first: bool, is_causal: bool, layout: torch.layout, make: dict) -> None:
+    module = MultiheadAttention(E, H, batch_first=batch_first, **make)
+    rows, others = ([torch.randn(n, E) for n in lengths] for lengths in ((3, L), (6, 2)))
+    nested, other, more = (torch.nested.nested_tensor(r, layout=layout) for r in (rows, others, others))
     calls = []
     module.register_forward_hook(lambda *_: calls.append(1))
-    output, weights = module(nested, nested, nested, is_causal=is_causal)
-    assert output.is_nested
-    assert len(calls) == 1
-    for row, out, w in zip(rows, output.unbind(), weights):
-        expected, expected_weights = module(row, row, row, is_causal=is_causal)
-        assert_close(out, expected)
-        assert_close(w[: len(row), : len(row)], expected_weights)
-    with pytest.raises(ValueError, match="nested tensors: expected query, key and value to be the same"):
+    for given, sources in (((nested, nested, nested), rows), ((nested, other, more), others)):
+        output, weights = module(*given, is_causal=is_causal)
+        assert output.is_nested
+        assert output.layout == layout
+        assert len(calls) == 1
+        for row, source, out, w in zip(rows, sources, output.unbind(), weights):
+            expected, expected_weights = module(row, source, source, is_causal=is_causal)
+            assert_close(out, expected)
+            if not make:  # the extra keys stand behind the padding
+                assert_close(w[: len(row), : len(source)], expected_weights)
+        calls.clear()
+        output.unbind()[0].sum().backward()
+    with pytest.raises(ValueError, match="nested tensors: expected no attn_mask"):
         module(nested, nested, nested, attn_mask=torch.zeros(L, L))
-    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    with pytest.raises(ValueError, match="nested tensors: expected the strided layout"):
-        module(jagged, jagged, jagged)
+    with pytest.raises(ValueError, match=r"query \[3, 5\], key \[6, 2\], value \[3, 5\]: expected as many rows"):
+        module(nested, other, nested)
+    with pytest.raises(ValueError, match="key is not nested and 3-D: expected query, key and value to be nested"):
+        module(nested, torch.randn(2, L, E), nested)
+    if layout == torch.jagged:
+        assert (nested + module(nested, nested, nested)[0]).is_nested, "the rows are those of the query"
 
 
 ERRORS: list[tuple[dict, type, str]] = [

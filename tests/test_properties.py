@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multihead as mh
-from multihead.attend import BACKENDS
+from multihead.attention import BACKENDS
 
 primes = st.sampled_from([1, 2, 3, 5, 7, 11])
 heads = st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (6, 3)])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multihead as mh
-from multihead.selections import choose, count, take
+from multihead.lens.selections import choose, count, take
 
 N = 7
 GOOD = [

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import multihead as mh
-from multihead import steps, terminal
+from multihead import draw, steps
 
 WORDS = ["I", "love", "pepperoni", "pizza"]
 
@@ -127,7 +127,7 @@ def test_wide_characters_and_line_breaks_keep_their_columns() -> None:
     assert "a⏎b" in text
     for percent, headings in ((True, 1), (False, 5)):
         seen = torch.zeros(9, 9, dtype=torch.bool)
-        lines = terminal._heat_map("head 0", WIDE, WIDE, torch.rand(9, 9), seen, percent).plain.splitlines()
+        lines = draw.heat_map("head 0", WIDE, WIDE, torch.rand(9, 9), seen, percent).plain.splitlines()
         assert len({cell_len(line) for line in lines[1 + headings :]}) == 1
         assert len(lines) == 1 + headings + 9
         assert cell_len(lines[headings]) <= cell_len(lines[-1])

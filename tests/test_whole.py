@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,31 +12,32 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 import multihead as mh
-from multihead import native, project
+from multihead import kernel
+from multihead.kernel import eligible
 
-pytestmark = pytest.mark.skipif(native.module is None, reason=f"the native module is {native.missing}")
+pytestmark = pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the whole layer ran in one native call."""
-    assert native.module is not None
+    assert kernel.module is not None
     made: list[int] = []
-    read = native.module.plain_layer
+    read = kernel.module.layer
 
     class Counted:
         def __init__(self, call: Any) -> None:
-            self.call, self.sizes = call, call.sizes
+            self.call, self.sizes, self.see = call, call.sizes, call.see
 
         def run(self, *args: Any) -> None:
             made.append(1)
             self.call.run(*args)
 
-    def counted(*args: Any) -> Counted | None:
+    def counted(*args: Any) -> Counted | tuple[str, bool]:
         call = read(*args)
-        return None if call is None else Counted(call)
+        return call if isinstance(call, tuple) else Counted(call)
 
-    monkeypatch.setattr(native.module, "plain_layer", counted)
+    monkeypatch.setattr(kernel.module, "layer", counted)
     return made
 
 
@@ -85,7 +87,7 @@ def test_error_is_at_most_twice_that_of_the_steps(
 
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "head_dim": 7, "value_dim": 3, "bias": False}], ids=str)
 def test_many_tokens(options: dict[str, Any], calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(project, "MANY", True)
+    monkeypatch.setattr(eligible, "MANY", True)
     made, x = layer(**options), torch.randn(3, 67, 24)
     with torch.no_grad():
         fast = made(x, mask=mh.Causal())
@@ -175,10 +177,6 @@ def mixed(made: mh.MultiHeadAttention) -> None:
     made.v_proj.bias = nn.Parameter(made.v_proj.bias.data[:1].expand(24))  # stride 0
 
 
-def sinking_apart(made: mh.MultiHeadAttention) -> None:
-    made.sinks = nn.Parameter(torch.randn(6, 2)[:, 0])
-
-
 def adapted(made: mh.MultiHeadAttention) -> None:
     made.q_proj = nn.Sequential(made.q_proj)  # type: ignore[assignment]
 
@@ -190,6 +188,16 @@ def patched(made: mh.MultiHeadAttention) -> None:
 
 def parametrized(made: mh.MultiHeadAttention) -> None:
     parametrize.register_parametrization(made.k_proj, "weight", nn.Identity())
+
+
+def test_sinks_may_lie_apart(calls: list[int]) -> None:
+    made, x = layer(sinks=True), torch.randn(5, 24)
+    together = made.sinks.data.clone()
+    with torch.no_grad():
+        expected = made(x)
+        made.sinks = nn.Parameter(torch.stack([together, -together], 1)[:, 0])
+        assert torch.equal(made(x), expected)
+    assert len(calls) == 2
 
 
 class TestNotTaken:
@@ -205,7 +213,6 @@ class TestNotTaken:
             parametrized,
             subclassed,
             mixed,
-            sinking_apart,
         ],
     )
     def test_where_a_projection_is_more_than_a_product(
@@ -256,11 +263,11 @@ class TestNotTaken:
     def test_with_many_tokens_where_torch_multiplies_as_fast(
         self, calls: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(project, "MANY", False)
+        monkeypatch.setattr(eligible, "MANY", False)
         with torch.no_grad():
-            layer()(torch.randn(project.ROWS + 1, 24))
+            layer()(torch.randn(eligible.ROWS + 1, 24))
             assert not calls
-            layer()(torch.randn(project.ROWS, 24))
+            layer()(torch.randn(eligible.ROWS, 24))
         assert len(calls) == 1
 
     def test_with_other_numbers(self, calls: list[int]) -> None:
@@ -270,28 +277,38 @@ class TestNotTaken:
 
 
 def test_what_is_read_off_torch_is_checked() -> None:
-    assert native.module is not None
-    read, made, x = native.module.plain_layer, layer(), torch.randn(2, 5, 24)
-    widths, children = (24, 24, 4, 4), dict(made._modules)
-    assert read(x, None, children, widths).sizes == (2, 6, 5, 5)
-    assert read(x[0], x[1], children, widths).sizes == (1, 6, 5, 5)
-    for other in (x.double(), x.to_sparse(), x.to("meta"), x[0, 0], x[None], nn.Parameter(x), x[..., :23], None, 3):
-        assert read(other, None, children, widths) is None
-        assert other is None or read(x, other, children, widths) is None
+    assert kernel.module is not None
+    made, x = layer(), torch.randn(2, 5, 24)
+    children = dict(made._modules)
+
+    def read(x: Any, context: Any = None, children: Any = children, **sizes: int) -> Any:
+        widths = SimpleNamespace(**({"E": 24, "C": 24, "D": 4, "V": 4} | sizes))
+        of = SimpleNamespace(_modules=children, sizes=widths, scale=0.5, softcap=None, sinks=None)
+        assert kernel.module is not None
+        return kernel.module.layer(of, x, context)
+
+    def refused(*args: Any, **sizes: int) -> bool:
+        found = read(*args, **sizes)
+        return isinstance(found, tuple) and len(found[0]) > 5
+
+    assert read(x).sizes == (2, 6, 5, 5)
+    assert read(nn.Parameter(x)).sizes == (2, 6, 5, 5)
+    assert read(x[0], x[1]).sizes == (1, 6, 5, 5)
+    for other in (x.double(), x.to_sparse(), x.to("meta"), x[0, 0], x[None], x[..., :23], None, 3):
+        assert refused(other)
+        assert other is None or refused(x, other)
     for context in (x[0], x[:1], x[:, :0]):
-        assert read(x, context, children, widths) is None
-    for wrong in ((24, 24, 5, 4), (24, 24, 4, 5), (24, 23, 4, 4), (23, 24, 4, 4), (24, 24, 48, 4)):
-        assert read(x, None, children, wrong) is None
+        assert refused(x, context)
+    for wrong in ({"D": 5}, {"V": 5}, {"C": 23}, {"E": 23}, {"D": 48}):
+        assert refused(x, None, **wrong)
     for missing in children:
         if missing.endswith("proj"):
-            assert read(x, None, {k: v for k, v in children.items() if k != missing}, widths) is None
-            assert read(x, None, children | {missing: None}, widths) is None
-            assert read(x, None, children | {missing: nn.Linear(24, 23)}, widths) is None
-            assert read(x, None, children | {missing: nn.Linear(24, 24).double()}, widths) is None
-            assert read(x, None, children | {missing: nn.Linear(24, 24, device="meta")}, widths) is None
-    assert read(x, None, [], widths) is None
-    with pytest.raises(ValueError, match="widths"):
-        read(x, None, children, (24, 24, 0, 4))
+            assert refused(x, None, {k: v for k, v in children.items() if k != missing})
+            assert refused(x, None, children | {missing: None})
+            assert refused(x, None, children | {missing: nn.Linear(24, 23)})
+            assert refused(x, None, children | {missing: nn.Linear(24, 24).double()})
+            assert refused(x, None, children | {missing: nn.Linear(24, 24, device="meta")})
+    assert refused(x, None, [])
 
 
 def test_the_error_is_the_same_as_with_many_tokens() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import multihead as mh
-from multihead.attend import BACKENDS
+from multihead.attention import BACKENDS
 
 
 def standing(Q: int, K: int, reach: int | Tensor, left: int | None, right: int | None) -> mh.Mask:

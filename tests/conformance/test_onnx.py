@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import multihead as mh
 from multihead import steps
-from multihead.attend import BACKENDS
+from multihead.attention import BACKENDS
 
 CASES: dict[str, TestCase] = {c.name: c for c in _NodeTestCases if c.name.startswith("test_attention")}
 HALF = (np.float16, ml_dtypes.bfloat16)

@@ -229,3 +229,37 @@ def test_a_step_is_the_same_on_every_backend() -> None:
     for backend in ("native", "sdpa"):
         assert losses[backend] == pytest.approx(losses["reference"], rel=1e-6)
         torch.testing.assert_close(gradients[backend], gradients["reference"], rtol=1e-4, atol=1e-6)
+
+
+def test_another_mask_in_every_layer() -> None:
+    model = mh.models.load("lm")
+    tokens = torch.tensor([model.tokenizer.begin("to be or not to be")])
+    own, none, short = (model.trace(tokens, 1, mask=mask)["weights"] for mask in ("own", None, mh.Causal(window=2)))
+    assert torch.equal(own, model.trace(tokens, 1)["weights"])
+    assert bool((none[:, 0, 1:] > 0).all())
+    assert int((short[0] > 0).sum(-1).max()) == 2
+    assert torch.allclose(model.look(tokens, None)[1].weights()[0], none, atol=1e-6)
+    with torch.inference_mode():
+        assert torch.equal(model(tokens), model(tokens, mask=mh.Causal(window=model.context)))
+        assert not torch.allclose(model(tokens), model(tokens, mask=None), atol=1e-2)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_trace_after_a_cache_is_the_last_row_and_leaves_the_layer_above_alone(layer: int) -> None:
+    model = mh.models.load("lm")
+    tokens = torch.tensor([model.tokenizer.begin("to be or not to be")])
+    whole, caches = model.trace(tokens, layer), model.new_caches()
+    with torch.inference_mode():
+        model(tokens[:, :-1], caches)
+        alone = model.trace(tokens[:, -1:], layer, caches=caches)
+    assert torch.allclose(alone["weights"][0, :, 0], whole["weights"][:, -1], atol=1e-5)
+    assert torch.allclose(alone["output"][0, 0], whole["output"][-1], atol=1e-4)
+    lengths = [int(cache.used) for cache in caches]
+    N = tokens.shape[1]
+    assert lengths == [N if below < layer else N - 1 for below in range(2)]
+
+
+def test_a_tokens_piece() -> None:
+    tokenizer = mh.models.load("lm").tokenizer
+    assert [tokenizer.piece(token) for token in tokenizer.encode(" love")] == ["Ġlove"]
+    assert tokenizer.piece(10**6) is None

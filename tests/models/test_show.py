@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console, RenderableType
 
 import multihead as mh
-from multihead import screens
+from multihead.show import screens
 from tests.test_cli import run
 
 
@@ -27,7 +27,7 @@ def printed(what: RenderableType, width: int = 80) -> str:
 
 
 def test_text_goes_through_the_language_model() -> None:
-    shown = run("show", "I love pepperoni pizza")
+    shown = run("show", "I love pepperoni pizza", "--all")
     assert shown.returncode == 0, shown.stderr
     lm = mh.models.load("lm")
     pieces = lm.tokenizer.pieces("I love pepperoni pizza")
@@ -47,7 +47,17 @@ def test_text_goes_through_the_language_model() -> None:
     assert len(re.findall(r"^  \S+ +■( [■·])+ *$", shown.stdout, re.MULTILINE)) == N, (
         "the mask has a row for each token"
     )
-    assert run("show").stdout == shown.stdout
+    assert run("show", "--all").stdout == shown.stdout
+
+
+@pytest.mark.parametrize("what", ["I love pepperoni pizza", str(mh.models.samples()["bag"]), "a " * 300, "a"])
+def test_the_brief_form_fits_on_one_screen(what: str) -> None:
+    shown = printed(screens.show(what, brief=True)).splitlines()
+    assert len(shown) <= 42
+    assert max(map(len, shown)) <= 80
+    joined = "\n".join(shown)
+    for part in ("1 project", "3 score", "softmax", "7 output", "%"):
+        assert part in joined
 
 
 def test_every_layer_can_be_shown() -> None:
@@ -66,7 +76,7 @@ def test_the_weights_shown_are_those_of_the_layer() -> None:
 
 
 def test_a_picture_goes_through_the_vision_transformer(tmp_path: Path) -> None:
-    shown = run("show", "--sample", "ankle boot", COLUMNS="80")
+    shown = run("show", "--sample", "ankle boot", "--all", COLUMNS="80")
     assert shown.returncode == 0, shown.stderr
     for part in (
         "cut into 7 × 7 patches of 4 × 4",
@@ -83,7 +93,7 @@ def test_a_picture_goes_through_the_vision_transformer(tmp_path: Path) -> None:
     assert len(rows) == 14, "two rows of characters for each of seven rows of patches"
     copy = tmp_path / "Boot.PNG"
     copy.write_bytes(mh.models.samples()["ankle boot"].read_bytes())
-    assert run("show", str(copy), COLUMNS="80").stdout == shown.stdout
+    assert run("show", str(copy), "--all", COLUMNS="80").stdout == shown.stdout
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -254,3 +264,25 @@ def test_training_stops_on_ctrl_c_and_goes_on(tmp_path: Path) -> None:
     assert "bits per byte" in again.stdout
     shown = run("show", "she sells", "--model", str(tmp_path / "out" / "lm.safetensors"))
     assert "Layer 0 (--layer 0…1) of a language model" in shown.stdout
+
+
+@pytest.mark.parametrize("where", ["the import", "the model"])
+def test_a_torchvision_that_does_not_fit_is_what_is_reported(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers hides the reason behind "Could not import module"; nothing says that transformers is missing."""
+    screen = pytest.importorskip("multihead.hf.screen")
+
+    def fails(*given: object, **options: object) -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as reason:
+            raise ModuleNotFoundError("Could not import module 'BeitModel'") from reason
+
+    if where == "the import":
+        monkeypatch.setattr(screen, "show", fails)
+    else:
+        import transformers
+
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
+    with pytest.raises(ValueError, match="RuntimeError: operator torchvision::nms does not exist") as refused:
+        screens.show("a text", model="gpt2")
+    assert "pip install" not in str(refused.value)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,15 @@ def test_the_seed_decides_everything() -> None:
     assert not equal(results[0], results[2])
 
 
-def test_a_stop_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a process in the background, or under nohup, is born ignoring it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_stop_leaves_no_trace(tmp_path: Path, interruptible: None) -> None:
     recipe = Recipe(steps=24, rows=16, warmup=5)
     straight, loss = learner()
     train(straight, loss, recipe)

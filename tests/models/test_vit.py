@@ -182,3 +182,11 @@ def test_images_are_moved_by_up_to_the_shift() -> None:
     assert (lit.sum(1) == 1).all()
     assert set((lit.argmax(1) // 28).tolist()) == {8, 9, 10, 11, 12}
     assert set((lit.argmax(1) % 28).tolist()) == {6, 7, 8, 9, 10, 17, 18, 19, 20, 21}, "8, and 19 in a mirror"
+
+
+def test_the_bytes_of_a_file_are_read_as_the_file(vit: VisionTransformer) -> None:
+    file = mh.models.samples()["bag"]
+    assert torch.equal(mh.models.images.read(file.read_bytes(), 28), mh.models.images.read(file, 28))
+    for data, message in ((b"", "not an image"), (file.read_bytes()[:200], "the picture is damaged")):
+        with pytest.raises(ValueError, match=message):
+            vit.classify(data)

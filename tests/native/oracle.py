@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from multihead import _native
 
 ISAS = _native.instruction_sets()
-NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 M32 = 0xFFFFFFFF
 
 
@@ -124,72 +124,44 @@ class Problem:
         mixed = weights[..., None] * v[:, :, None]
         return mixed.masked_fill(~self.visible()[..., None], 0.0).sum(-2), lse
 
-    def options(self) -> tuple[dict, list]:
-        """The mask and the options as the native calls take them, and what must stay alive meanwhile."""
-        B, H, _, Q, K, _, _ = self.sizes
-        bias = None if self.bias is None else self.bias.to(self.wide)
-        sinks = None if self.sinks is None else self.sinks.to(self.wide).contiguous()
-
-        def bound(given: Any) -> Any:
-            if given is None or isinstance(given, tuple):
-                return given
-            full = torch.broadcast_to(given, (B, H, Q))
-            return (full.data_ptr(), 64 if full.dtype == torch.int64 else 32, *full.stride())
-
-        def dense(given: Tensor | None) -> Any:
-            if given is None:
-                return None
-            full = torch.broadcast_to(given, (B, H, Q, K))
-            return (full.data_ptr(), *full.stride())
-
-        given = {
-            "start": bound(self.start),
-            "stop": bound(self.stop),
-            "allowed": dense(self.allowed),
-            "bias": dense(bias),
-            "sinks": 0 if sinks is None else sinks.data_ptr(),
-            "softcap": self.softcap,
-            "dropout": self.dropout,
-            "seed": self.seed,
-        }
-        return given, [bias, sinks]
+    def read(self, v: Tensor | None, dropout: float | None = None) -> Any:
+        """The call as the kernel reads it, off any object that has these names."""
+        numbers = {"scale": self.scale, "softcap": self.softcap or None}
+        numbers["dropout"] = self.dropout if dropout is None else dropout
+        call = _native.attention(SimpleNamespace(q=self.q, k=self.k, v=v, bias=self.bias, sinks=self.sinks, **numbers))
+        if isinstance(call, tuple):
+            raise ValueError(call[0])
+        hidden = call.see(
+            SimpleNamespace(start=_bound(self.start, 0), stop=_bound(self.stop, self.k.shape[2]), dense=self.allowed)
+        )
+        assert hidden is None, hidden
+        call.seed = self.seed
+        return call
 
     @property
     def wide(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
-    def tensors(self) -> list:
-        return [x for t in (self.q, self.k, self.v) for x in (t.data_ptr(), t.shape, t.stride())]
-
-    def native(self, isa: str = "", threads: int = 2, out: Tensor | None = None, state: Tensor | None = None,
-               **more: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def native(self, isa: str = "", threads: int = 2, out: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
         B, H, _, Q, _, _, V = self.sizes
         out = torch.full((B, H, Q, V), math.nan, dtype=self.q.dtype) if out is None else out
         lse = torch.full((B, H, Q), math.nan, dtype=self.wide)
-        options, _hold = self.options()
-        _native.attend(*self.tensors(), out.data_ptr(), out.stride(), NAMES[self.q.dtype], self.scale, threads,
-                       lse=lse.data_ptr(), state=0 if state is None else state.data_ptr(), isa=isa, **options, **more)  # fmt: skip
+        self.read(self.v).attend(threads, isa, out=out, lse=lse, **more)
         return out, lse
 
     def scan(self, isa: str = "", threads: int = 2, **more: Any) -> Tensor:
         """A pass over the scores alone, which leaves the state (B,H,Q,2) that `look` starts from."""
         B, H, _, Q, _, _, _ = self.sizes
         state = torch.full((B, H, Q, 2), math.nan, dtype=self.wide)
-        replace(self, v=self.v[..., :0], dropout=0.0).native(isa, threads, state=state, **more)
+        self.read(None, dropout=0.0).attend(threads, isa, state=state, **more)
         return state
 
     def given(self, state: Tensor, isa: str = "", threads: int = 2, **more: Any) -> None:
         """A pass over the scores whose state is known."""
-        v, no, (options, _hold) = self.v[..., :0], (0, 0, 0, 1), self.options()
-        _native.attend(*self.tensors()[:6], 0, v.shape, no, 0, no, NAMES[self.q.dtype], self.scale, threads,
-                       given=state.data_ptr(), isa=isa, **options | {"dropout": 0.0}, **more)  # fmt: skip
+        self.read(None, dropout=0.0).attend(threads, isa, given=state, **more)
 
     def look(self, state: Tensor, isa: str = "", threads: int = 2, **more: Any) -> None:
-        options, _hold = self.options()
-        for name in ("sinks", "dropout", "seed"):
-            del options[name]
-        _native.look(*self.tensors()[:6], state.data_ptr(), NAMES[self.q.dtype], self.scale, threads, isa=isa,
-                     **options, **more)  # fmt: skip
+        self.read(None, dropout=0.0).look(threads, isa, given=state, **more)
 
     def native_gradients(self, d_out: Tensor, d_lse: Tensor | None = None, isa: str = "",
                          threads: int = 2) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -198,10 +170,8 @@ class Problem:
         self.native(isa, threads, state=state)
         delta = torch.empty(B, H, Q, 2, dtype=self.wide)
         grads = [torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v)]
-        options, _hold = self.options()
-        views = [x for t in (d_out, *grads) for x in (t.data_ptr(), t.stride())]
-        _native.backward(*self.tensors(), *views, state.data_ptr(), delta.data_ptr(), NAMES[self.q.dtype], self.scale,
-                         threads, d_lse=0 if d_lse is None else d_lse.data_ptr(), isa=isa, **options)  # fmt: skip
+        into = dict(zip(("d_q", "d_k", "d_v"), grads, strict=True))
+        self.read(self.v).backward(threads, isa, d_out=d_out, d_lse=d_lse, state=state, delta=delta, **into)
         return grads[0], grads[1], grads[2]
 
     def plain_gradients(self, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None = None,
@@ -214,6 +184,13 @@ class Problem:
         if d_lse is not None:
             total = total + (lse.masked_fill(lse == -math.inf, 0.0) * d_lse.to(dtype)).sum()
         return [g.detach() for g in torch.autograd.grad(total, inputs)]
+
+
+def _bound(given: Any, otherwise: int) -> Any:
+    if isinstance(given, Tensor):
+        return given
+    offset, low, high = (0, otherwise, otherwise) if given is None else given
+    return SimpleNamespace(offset=offset, low=low, high=high)
 
 
 def error(given: Tensor, exact: Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import ISAS, Problem, assert_fine, assert_within_bound, causal, error, judge_both, random, window
+from oracle import ISAS, Problem, assert_fine, assert_within_bound, causal, judge_both, random, window
 
 NONE: dict = {}
 
@@ -60,7 +60,6 @@ CASES = [  # B  H  G   Q    K    D    V  mask      why
     Case(2, 2, 1, 0, 5, 8, 8, None, "no queries"),
     Case(1, 1, 1, 9, 11, 8, 0, None, "no width of v"),
 ]
-SMALL = CASES[2]
 all_isas = pytest.mark.parametrize("isa", ISAS)
 all_cases = pytest.mark.parametrize("case", CASES, ids=lambda c: c.why)
 
@@ -104,7 +103,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @all_isas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[5], CASES[7], CASES[9]], ids=lambda c: c.why)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option, case, isa, dtype):
@@ -147,9 +146,10 @@ def test_tiny_and_huge_values(scale, isa):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[5], CASES[6], CASES[9]], ids=lambda c: c.why)
-def test_hidden_numbers_never_reach_a_query(case, where, bad, isa):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_numbers_never_reach_a_query(case, where, bad, isa, dtype):
     """Queries that do not see the bad key are bit for bit what they are without it; those that do are not finite."""
-    clean, dirty = case.problem(), case.problem()
+    clean, dirty = case.problem(dtype), case.problem(dtype)
     key = case.K * 2 // 3
     getattr(dirty, where)[:, :, key] = bad
     (out, lse), (bad_out, bad_lse) = clean.native(isa), dirty.native(isa)
@@ -165,11 +165,12 @@ def test_hidden_numbers_never_reach_a_query(case, where, bad, isa):
 @all_isas
 @pytest.mark.parametrize("how", ["allowed", "bias"])
 @pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[9]], ids=lambda c: c.why)
-def test_numbers_hidden_by_a_dense_mask_stay_hidden(case, how, isa):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_hidden_by_a_dense_mask_stay_hidden(case, how, isa, dtype):
     shown = noise(case.B, 1, case.Q, case.K) > 0
     shown[..., case.K // 2] = False
     option = {"allowed": shown} if how == "allowed" else {"bias": torch.where(shown, 0.0, -math.inf)}
-    clean, dirty = case.problem(**option), case.problem(**option)
+    clean, dirty = case.problem(dtype, **option), case.problem(dtype, **option)
     dirty.k[:, :, case.K // 2] = math.nan
     dirty.v[:, :, case.K // 2] = math.inf
     for a, b in zip(clean.native(isa), dirty.native(isa), strict=True):
@@ -228,8 +229,9 @@ def test_bounds_of_every_broadcast(isa, bits):
 
 @all_isas
 @pytest.mark.parametrize("case", [c for c in CASES if c.Q and c.K], ids=lambda c: c.why)
-def test_bits_do_not_depend_on_threads_or_batch(case, isa):
-    problem = case.problem()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_threads_or_batch(case, isa, dtype):
+    problem = case.problem(dtype)
     one = problem.native(isa, threads=1)
     for threads in (2, 3, 7):
         for a, b in zip(one, problem.native(isa, threads=threads), strict=True):
@@ -255,12 +257,16 @@ def test_ten_thousand_random_small_cases(isa, seed):
     fuzz(isa, 10_000 // len(ISAS) // 4 + 1, seed)
 
 
+LUCK = 0.01  # the part of all random cases in which one draw may be beyond the bound, and the mean of 16 decides
+
+
 def fuzz(isa: str, count: int, seed: int) -> None:
     make = torch.Generator().manual_seed(seed)
 
     def pick(*choices: Any) -> Any:
         return choices[int(torch.randint(len(choices), (1,), generator=make))]
 
+    redrawn = 0
     for trial in range(count):
         G = pick(1, 2, 3)
         H, B, Q = G * pick(1, 2, 3, 5), pick(1, 2, 3), pick(1, 2, 3, 4, 5, 8, 17, 24, 25, 49, 70)
@@ -289,26 +295,23 @@ def fuzz(isa: str, count: int, seed: int) -> None:
         try:
             if all(j.found <= j.most for j in judged(trial)):
                 continue
+            redrawn += 1
             for draws in zip(*map(judged, range(trial, trial + 16)), strict=True):  # few numbers: luck decides in one
                 assert_fine(draws)
         except AssertionError as failure:
             raise AssertionError(f"{isa} trial {trial}: {(B, H, G, Q, K, D, V)} {dtype} {list(options)}") from failure
+    assert redrawn <= LUCK * count, f"the mean of 16 draws was needed in {redrawn} of {count} cases"
 
 
 def test_refusals_are_in_words():
     problem = CASES[0].problem()
     with pytest.raises(ValueError, match="unknown: this machine has portable"):
         problem.native("sse9")
-    problem.v = problem.v[..., ::2]
-    with pytest.raises(ValueError, match="v must be contiguous"):
-        problem.native()
+    with pytest.raises(ValueError, match="out is not of the shape, dtype or layout"):
+        problem.native(out=torch.empty(*problem.q.shape[:3], problem.v.shape[3] + 1))
+    with pytest.raises(ValueError, match="a name is not one"):
+        problem.native(output=torch.empty(1))
     with pytest.raises(ValueError, match="does not divide H"):
         random(1, 5, 2, 3, 3, 4, 4).native()
     with pytest.raises(ValueError, match="dropout"):
         random(1, 2, 2, 3, 3, 4, 4, dropout=1.5).native()
-
-
-def test_lse_agrees_with_weights():
-    problem = SMALL.problem()
-    _, lse = problem.native()
-    assert error(lse, torch.logsumexp(problem.scores(torch.float64), -1)) < 1e-5

@@ -38,7 +38,7 @@ class Guarded:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES[:11], ids=lambda c: c.why)
 def test_nothing_beyond_a_tensor_is_touched(case: Case, dtype: torch.dtype, isa: str) -> None:
     memory = Guarded()
@@ -80,10 +80,10 @@ def test_a_look_touches_nothing_beyond_a_tensor(case: Case, dtype: torch.dtype, 
         )
         top, keys = place(torch.zeros(B, H, Q, 2, dtype=plain.wide)), place(torch.zeros(B, H, Q, 2, dtype=torch.int64))
         state = place(problem.scan(isa))
-        wanted = {"entropy": entropy.data_ptr(), "mass": mass.data_ptr(), "top": (top.data_ptr(), keys.data_ptr(), 2)}
+        wanted = {"entropy": entropy, "mass": mass, "top": top, "keys": keys}
         problem.given(state, isa, **wanted)
-        problem.look(state, isa, weights=(weights.data_ptr(), *weights.stride()[:3]), received=received.data_ptr())
-        problem.look(state, isa, map=(picture.data_ptr(), 5, 7, 0))
+        problem.look(state, isa, weights=weights, received=received)
+        problem.look(state, isa, map=picture)
         return [entropy, mass, received, weights, picture, top, keys]
 
     for a, b in zip(ask(own, memory.copy), ask(plain, torch.Tensor.clone), strict=True):

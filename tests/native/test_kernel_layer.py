@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from oracle import ISAS, Problem, causal, error, rounding
@@ -44,14 +46,79 @@ def test_error_is_at_most_twice_plain(case, isa):
         out, _ = Problem(q, k, v, D**-0.5, **mask).plain(dtype)
         return linear(out.transpose(1, 2).reshape(B, Q, H * V), w[3], b[3])
 
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    module = SimpleNamespace(_modules={}, scale=None, softcap=None, sinks=None)
+    module.sizes = SimpleNamespace(E=E, C=C, D=D, V=V)
+    for name, w, b in zip(names, weights, biases, strict=True):
+        child = torch.nn.Linear(w.shape[1], w.shape[0], bias=biased)
+        child.weight = torch.nn.Parameter(w)
+        if b is not None:
+            child.bias = torch.nn.Parameter(b)
+        module._modules[name] = child
     results = []
     for threads in (1, 2):
         y = torch.full((B, Q, E), torch.nan)
-        addresses = [0 if b is None else b.data_ptr() for b in biases]
-        parts = [(w.data_ptr(), w.stride(0), at) for w, at in zip(weights, addresses, strict=True)]
-        _native.layer(x.data_ptr(), x.shape, x.stride(), context.data_ptr(), context.shape, context.stride(), *parts,
-                      (H, G, D, V), y.data_ptr(), D**-0.5, threads, isa=isa, **mask)  # fmt: skip
+        call = _native.layer(module, x, None if context is x else context)
+        assert not isinstance(call, tuple), call
+        if is_causal:
+            start, stop = SimpleNamespace(offset=0, low=0, high=0), SimpleNamespace(offset=K - Q + 1, low=0, high=K)
+            assert call.see(SimpleNamespace(start=start, stop=stop, dense=None)) is None
+        call.run(y, threads, isa)
         results.append(y)
     exact = plain(torch.float64)
     assert error(results[0], exact) <= 2 * error(plain(torch.float32), exact) + rounding(exact, torch.float32)
     assert torch.equal(*results)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+ROWS = [  # rows inputs outputs  why
+    (1, 64, 48, "one token"),
+    (4, 1024, 96, "four tokens"),
+    (7, 37, 29, "odd sizes; rows that do not fill a group"),
+    (61, 130, 77, "many rows, more than a strip"),
+    (50, 33, 20, "many rows of odd width: pairs would reach beyond a row"),
+    (19, 1100, 70, "several stretches of inputs"),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("types", [(t, t) for t in HALVES] + [(torch.float32, t) for t in HALVES], ids=str)
+@pytest.mark.parametrize("case", ROWS, ids=lambda c: c[-1])
+def test_products_in_half_precision(case, types, isa):
+    """Rows and outputs of one type, weights of the same or of fewer bits; the same bits on any number of threads."""
+    rows, inputs, outputs, _ = case
+    make = torch.Generator().manual_seed(2)
+    x = torch.randn(rows, inputs, generator=make).to(types[0])
+    weight, bias = (torch.randn(*s, generator=make).to(types[1]) for s in ((outputs, inputs), (outputs,)))
+    results = [torch.full((rows, outputs), torch.nan, dtype=types[0]) for _ in range(2)]
+    for threads, y in enumerate(results, 1):
+        _native.linear(x, weight, bias).run(y, threads, isa)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    plain = torch.nn.functional.linear(x, weight.to(types[0]), bias.to(types[0]))
+    assert error(results[0], exact) <= 2 * error(plain, exact) + rounding(exact, types[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 57])
+def test_the_whole_layer_in_half_precision(tokens, dtype):
+    torch.manual_seed(0)
+    E, D = 64, 16
+    children = {n: torch.nn.Linear(E, E).to(dtype) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    x, y = torch.randn(2, tokens, E).to(dtype), torch.empty(2, tokens, E, dtype=dtype)
+    sizes = SimpleNamespace(E=E, C=E, D=D, V=D)
+    module = SimpleNamespace(_modules=children, sizes=sizes, scale=None, softcap=None, sinks=None)
+    _native.layer(module, x, None).run(y, 2)
+
+    def plain(dtype: torch.dtype) -> torch.Tensor:
+        q, k, v = (torch.nn.functional.linear(x.to(dtype), p.weight.to(dtype), p.bias.to(dtype))
+                   .view(2, tokens, E // D, D).transpose(1, 2) for p in list(children.values())[:3])  # fmt: skip
+        out, _ = Problem(q, k, v, D**-0.5).plain(dtype)
+        o = children["o_proj"]
+        return torch.nn.functional.linear(
+            out.transpose(1, 2).reshape(2, tokens, E), o.weight.to(dtype), o.bias.to(dtype)
+        )
+
+    with torch.no_grad():
+        exact = plain(torch.float64)
+        assert error(y, exact) <= 2 * error(plain(dtype), exact) + rounding(exact, dtype)

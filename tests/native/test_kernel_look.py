@@ -31,20 +31,20 @@ def look_at(problem: Problem, isa: str, threads: int = 2) -> dict[str, Tensor]:
     entropy, mass, received = filled(B, H, Q, dtype=wide), filled(B, H, Q, dtype=wide), filled(B, H, K, dtype=wide)
     given, top = filled(B, H, Q, dtype=wide), filled(B, H, Q, 3, dtype=wide)
     keys, weights = torch.full((B, H, Q, 3), -7), torch.zeros(B, H, Q, K, dtype=wide)
-    state = problem.scan(isa, threads, entropy=entropy.data_ptr())
-    asked = {"entropy": given.data_ptr(), "mass": mass.data_ptr(), "top": (top.data_ptr(), keys.data_ptr(), 3)}
+    state = problem.scan(isa, threads, entropy=entropy)
+    asked = {"entropy": given, "mass": mass, "top": top, "keys": keys}
     problem.given(state, isa, threads, **asked)
-    problem.look(state, isa, threads, weights=(weights.data_ptr(), *weights.stride()[:3]))
-    problem.look(state, isa, threads, received=received.data_ptr())
+    problem.look(state, isa, threads, weights=weights)
+    problem.look(state, isa, threads, received=received)
     beside = torch.zeros_like(weights)
     if _native.most_weighed_keys >= K:
-        problem.native(isa, threads, weights=(beside.data_ptr(), *beside.stride()[:3]))
+        problem.native(isa, threads, weights=beside)
         assert torch.equal(beside.nan_to_num(7), weights.nan_to_num(7))  # to the last bit
     found = {"weights": weights, "received": received, "mass": mass, "entropy": entropy, "entropy, given": given}
     for size in SIZES:
         for largest in (False, True):
             picture = filled(B, H, *size, dtype=wide)
-            problem.look(state, isa, threads, map=(picture.data_ptr(), *size, int(largest)))
+            problem.look(state, isa, threads, map=picture, largest=largest)
             found[f"map {size} {largest}"] = picture
     return found | {"top": top, "keys": keys}
 
@@ -122,10 +122,10 @@ def test_weights_are_the_same_numbers_in_every_pass(isa: str) -> None:
         single.q, single.bias = problem.q[:, :, q : q + 1], problem.bias[:, :, q : q + 1]  # type: ignore[index]
         assert torch.equal(look_at(single, isa)["received"], found["weights"][:, :, q])
     picture = torch.zeros(1, 2, 41, 300)
-    problem.look(problem.scan(isa), isa, map=(picture.data_ptr(), 41, 300, 0))
+    problem.look(problem.scan(isa), isa, map=picture)
     state = problem.scan(isa)
     weights = torch.zeros(1, 2, 41, 300)
-    problem.look(state, isa, weights=(weights.data_ptr(), *weights.stride()[:3]))
+    problem.look(state, isa, weights=weights)
     assert torch.equal(picture, weights)
 
 
@@ -167,7 +167,7 @@ def test_many_of_the_largest_in_order_with_ties(n: int, isa: str) -> None:
     problem = random(1, 2, 2, 26, 300, 4, 1)
     problem.q, problem.k = problem.q.round(), problem.k.round()
     weights, keys = filled(1, 2, 26, n, dtype=torch.float32), torch.full((1, 2, 26, n), -7)
-    problem.given(problem.scan(isa), isa, top=(weights.data_ptr(), keys.data_ptr(), n))
+    problem.given(problem.scan(isa), isa, top=weights, keys=keys)
     order = problem.scores(torch.float32).sort(dim=-1, descending=True, stable=True).indices
     assert torch.equal(keys[..., :300], order[..., :n])
     assert (keys[..., 300:] == -1).all()
@@ -178,21 +178,20 @@ def test_refusals_are_in_words() -> None:
     problem = CASES[0].problem()
     state = problem.scan()
     with pytest.raises(ValueError, match="a map needs a height and a width of at least 1"):
-        problem.look(state, map=(state.data_ptr(), 0, 4, 0))
+        problem.look(state, map=torch.empty(*problem.sizes[:2], 0, 4))
     with pytest.raises(ValueError, match="with a given state there are statistics only"):
-        problem.native(given=state.data_ptr())
+        problem.native(given=state)
 
 
 @all_isas
 def test_weights_beside_the_output_change_nothing_and_are_limited(isa):
     problem = random(1, 2, 1, 70, 1030, 8, 5)
     weights = torch.zeros(1, 2, 70, 1030)
-    at = (weights.data_ptr(), *weights.stride()[:3])
     with pytest.raises(ValueError, match="1024 keys"):
-        problem.native(isa, weights=at)
+        problem.native(isa, weights=weights)
     short = replace(problem, k=problem.k[:, :, :1024], v=problem.v[:, :, :1024])
     for threads in (1, 2):
-        out, lse = short.native(isa, threads, weights=at)
+        out, lse = short.native(isa, threads, weights=weights[..., :1024])
         assert all(torch.equal(a, b) for a, b in zip((out, lse), short.native(isa, threads), strict=True))
     assert not weights[..., 1024:].any()
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 70))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from oracle import ISAS, error, random
+from oracle import ISAS, assert_fine, error, judge_both, random
 from test_kernel_forward import CASES, OPTIONS, Case
 
 SOME = [CASES[i] for i in (0, 2, 3, 4, 5, 6, 7, 9)]
@@ -22,8 +22,8 @@ def test_statistics(option: str, case: Case, dtype: torch.dtype, isa: str) -> No
     shape = (case.B, case.H, case.Q)
     entropy = torch.full(shape, math.nan, dtype=dtype)
     top, keys = torch.full((*shape, n), math.nan, dtype=dtype), torch.full((*shape, n), -7)
-    out, _ = problem.native(isa, entropy=entropy.data_ptr(), top=(top.data_ptr(), keys.data_ptr(), n))
-    assert error(out, problem.plain(torch.float64)[0]) < 1e-5
+    for judged in judge_both(problem, isa, entropy=entropy, top=top, keys=keys):
+        assert_fine([judged])
 
     weights, _ = problem.weights(torch.float64)
     eps = torch.finfo(dtype).eps
@@ -45,5 +45,5 @@ def test_ties_go_to_the_lowest_key(isa: str) -> None:
     problem = random(1, 1, 1, 3, 300, 8, 8)
     problem.k[:] = 1.0
     top, keys = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4, dtype=torch.int64)
-    problem.native(isa, top=(top.data_ptr(), keys.data_ptr(), 4))
+    problem.native(isa, top=top, keys=keys)
     assert (keys == torch.arange(4)).all()

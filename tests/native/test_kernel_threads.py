@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,16 +35,57 @@ def test_python_threads_overlap_and_agree():
     assert all(torch.equal(result, expected) for result in results)
 
 
+def ticks_during(call: Callable[[], object]) -> tuple[int, float]:
+    """How often a Python thread that sleeps a millisecond at a time woke during a call, and how often it had the time to.
+
+    No thread is made to hand over the lock meanwhile, so that a tick is a moment at which the call had let go of it.
+    """
+    ticks, done, usual = 0, threading.Event(), sys.getswitchinterval()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.is_set():
+            time.sleep(0.001)
+            ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    sys.setswitchinterval(1000)
+    try:
+        ticker.start()
+        time.sleep(0.01)
+        before, start = ticks, time.perf_counter()
+        call()
+        found, took = ticks - before, time.perf_counter() - start
+    finally:
+        done.set()
+        sys.setswitchinterval(usual)
+        ticker.join()
+    return found, took / 0.001
+
+
+def lets_others_run(call: Callable[[], object]) -> bool:
+    """A tenth of all ticks: around a call torch lets go of the lock a few times, and a busy machine delays some."""
+    ticks, most = ticks_during(call)
+    return ticks > 0.1 * most
+
+
 def test_the_interpreter_runs_during_a_call():
-    """A pure Python counter advances while the kernel works: the lock is released."""
-    problem = random(1, 2, 2, 1500, 1500, 64, 64)
-    problem.native(threads=1)
-    seen = []
-    call = threading.Thread(target=lambda: problem.native(threads=1))
-    call.start()
-    while call.is_alive():
-        seen.append(1)
-    assert len(seen) > 10
+    queries = 500
+    while True:
+        problem = random(1, 2, 2, queries, 4000, 64, 64)
+        start = time.perf_counter()
+        problem.native(threads=1)
+        if time.perf_counter() - start > 0.3:
+            break
+        queries *= 2
+    assert lets_others_run(lambda: problem.native(threads=1))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs usleep of the C library")
+def test_a_call_that_holds_the_interpreter_is_noticed():
+    """PyDLL keeps the lock during a call of C, CDLL lets go of it: so the test above is able to fail."""
+    assert not lets_others_run(lambda: ctypes.PyDLL(None).usleep(300_000))
+    assert lets_others_run(lambda: ctypes.CDLL(None).usleep(300_000))
 
 
 FORK = """

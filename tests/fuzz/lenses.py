@@ -1,0 +1,188 @@
+"""Random lenses: every statistic against the weights of the oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import multihead as mh
+from tests.fuzz import calls, oracle, plain, tensors
+from tests.fuzz.calls import Options, Sizes, draw_mask, mask_of, refusing
+from tests.fuzz.plain import Judged, Wrong, judge
+
+ASKED = ("rows", "columns", "weights", "map mean", "map max", "top", "peak", "entropy", "mass", "received", "lse")
+
+
+@dataclass
+class Lens:
+    """One lens, asked for some statistics in some order."""
+
+    s: Sizes
+    dtype: torch.dtype
+    options: Options
+    parts: list
+    size: float
+    given_lse: bool
+    forms: dict[str, str]
+    asked: list[str]
+    chosen: tuple[list[int], list[int], tuple[int, int]]  # queries, keys, height and width
+    mode: str
+
+    @staticmethod
+    def draw(rng: random.Random) -> Lens:
+        s = Sizes.draw(rng, 200_000)
+        dtype = rng.choice(calls.DTYPES)
+        probe, odd = torch.zeros(1, dtype=dtype), 0.2 * (rng.random() < 0.4)
+        queries, keys = ([rng.randrange(n) for _ in range(rng.randint(1, 3))] if n else [] for n in (s.Q, s.K))
+        return Lens(
+            s, dtype, Options.draw(rng, s), draw_mask(rng, s), rng.choice([1.0, 1.0, 30.0, 0.0]), rng.random() < 0.3,
+            {name: tensors.choose(rng, probe, odd) for name in ("q", "k", "sinks", "bias")},
+            rng.sample(ASKED, rng.randint(1, 4)), (queries, keys, (rng.randint(1, 9), rng.randint(1, 9))),
+            rng.choice(["none"] * 7 + ["no_grad", "inference", "default device meta", "default dtype float64", "dispatch mode"]),
+        )  # fmt: skip
+
+    def run(self, draw: int) -> list[Judged]:
+        s, o, make = self.s, self.options, torch.Generator().manual_seed(draw)
+        given: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
+        numbers = {"q": torch.randn(s.B, s.H, s.Q, s.D, generator=make, dtype=torch.float64) * self.size,
+                   "k": torch.randn(s.B, s.G, s.K, s.D, generator=make, dtype=torch.float64)}  # fmt: skip
+        for name, t in (numbers | o.tensors(make, s.H, torch.float64)).items():
+            given[name], values[name] = tensors.body(self.forms[name], t.to(self.dtype))
+        found = refusing(False, False, lambda: self._ask(given))
+
+        seen = oracle.visible(self.parts, s.B, s.H, s.Q, s.K)
+        shown, scale = torch.from_numpy(seen), s.D**-0.5 if o.scale is None else o.scale
+        extra = [values[n].double().numpy() if n in values else None for n in ("sinks", "bias")]
+        k = values["k"].double().numpy()
+        exact = oracle.attend(values["q"].double().numpy(), k, k, seen, scale, o.softcap, *extra)
+        if "bias" in values:
+            seen = seen & (np.broadcast_to(values["bias"].double().numpy(), seen.shape) != -np.inf)
+        broad = torch.promote_types(self.dtype, torch.float32)  # what a lens computes in
+        t = {n: x.to(broad) for n, x in values.items()}
+        judged = []
+        for what in self.asked:
+            if what not in found:
+                continue
+            by_oracle, by_torch = self._statistic(what)
+
+            def by_plain(order: plain.Product, by_torch: Any = by_torch) -> Tensor:
+                return by_torch(
+                    *plain.weigh(t["q"], t["k"], shown, scale, o.softcap, t.get("sinks"), t.get("bias"), order)
+                )
+
+            result = found[what]
+            weights = tensors.bare(result[0] if isinstance(result, tuple) else result)
+            if weights.dtype != broad or weights.device.type != "cpu":
+                raise Wrong(f"{what} is {weights.dtype} on {weights.device}, expected {broad} on cpu")
+            verdict = judge(what, weights, by_oracle(exact), by_plain, broad)
+            # A weight is a power times a factor, both rounded, where plain divides once: equal weights round alike.
+            verdict.most += (
+                2
+                * torch.finfo(broad).eps
+                * float(np.abs(by_oracle(exact)).max(initial=0, where=np.isfinite(by_oracle(exact))))
+            )
+            if self.given_lse and what not in (
+                "rows",
+                "weights",
+                "lse",
+            ):  # as `look` says: the lse's rounding is a part of each weight
+                finite = np.abs(exact.lse[np.isfinite(exact.lse)]).max(initial=0)
+                share = (
+                    2
+                    * torch.finfo(broad).eps
+                    * float(finite)
+                    * max(1.0, float(np.abs(by_oracle(exact)).max(initial=0)))
+                )
+                verdict.most += share * (8 if what == "entropy" else 1) * (s.Q if what == "received" else 1)
+            judged.append(verdict)
+            if isinstance(result, tuple):
+                self._check_keys(what, result[1], exact.weights, seen, verdict)
+        return judged
+
+    def _ask(self, given: dict[str, Tensor]) -> dict[str, Any]:
+        o, (queries, keys, size) = self.options, self.chosen
+        more: dict[str, Any] = {
+            "scale": o.scale,
+            "softcap": o.softcap,
+            "sinks": given.get("sinks"),
+            "bias": given.get("bias"),
+        }
+        mask = mask_of(self.parts)
+        with calls.MODES[self.mode]():
+            lse = (
+                mh.attend(given["q"], given["k"], given["k"], mask, return_lse=True, **more)[1]
+                if self.given_lse
+                else None
+            )
+            lens = mh.look(given["q"], given["k"], mask, lse=lse, **more)
+            ask: dict[str, Callable[[], Any]] = {
+                "rows": lambda: lens.rows(queries), "columns": lambda: lens.columns(keys), "weights": lens.weights,
+                "map mean": lambda: lens.map(*size), "map max": lambda: lens.map(*size, pool="max"),
+                "top": lambda: lens.top(size[0]), "peak": lens.peak, "entropy": lens.entropy,
+                "mass": lambda: lens.mass(keys), "received": lens.received, "lse": lambda: lens.lse,
+            }  # fmt: skip
+            empty = not (self.s.Q and self.s.K)
+            return {
+                what: ask[what]()
+                for what in self.asked
+                if not (empty and what in ("rows", "columns", "mass", "map mean", "map max"))
+            }
+
+    def _statistic(
+        self, what: str
+    ) -> tuple[Callable[[oracle.Attended], np.ndarray], Callable[[Tensor, Tensor], Tensor]]:
+        """The statistic from the oracle's weights, and from plain ones."""
+        queries, keys, (height, width) = self.chosen
+
+        def pooled(weights: Tensor, pool: str) -> Tensor:
+            reduce = torch.amax if pool == "max" else torch.mean
+            return torch.stack([torch.stack([reduce(weights[:, :, r, c], dim=(2, 3)) for c in oracle.bins(self.s.K, width)], -1)
+                                for r in oracle.bins(self.s.Q, height)], -2)  # fmt: skip
+
+        def top(weights: Tensor, n: int) -> Tensor:
+            best = weights.sort(-1, descending=True).values[..., :n]
+            return torch.nn.functional.pad(best, (0, n - best.shape[-1]))
+
+        return {
+            "rows": (lambda a: a.weights[:, :, queries], lambda w, _: w[:, :, queries]),
+            "columns": (lambda a: a.weights[..., keys], lambda w, _: w[..., keys]),
+            "weights": (lambda a: a.weights, lambda w, _: w),
+            "map mean": (lambda a: oracle.pooled(a.weights, height, width, "mean"), lambda w, _: pooled(w, "mean")),
+            "map max": (lambda a: oracle.pooled(a.weights, height, width, "max"), lambda w, _: pooled(w, "max")),
+            "top": (lambda a: oracle.top(a.weights, height), lambda w, _: top(w, height)),
+            "peak": (lambda a: oracle.top(a.weights, 1)[..., 0], lambda w, _: top(w, 1)[..., 0]),
+            "entropy": (lambda a: oracle.entropy(a.weights), lambda w, _: torch.special.entr(w).sum(-1)),
+            "mass": (lambda a: a.weights[..., keys].sum(-1), lambda w, _: w[..., keys].sum(-1)),
+            "received": (lambda a: a.weights.sum(2), lambda w, _: w.sum(2)),
+            "lse": (lambda a: a.lse, lambda _, lse: lse),
+        }[what]  # type: ignore[return-value]
+
+    def _check_keys(self, what: str, keys: Tensor, weights: np.ndarray, seen: np.ndarray, verdict: Judged) -> None:
+        """Each key is one that is seen, named once, whose weight is the one beside it; −1 where there is none."""
+        found = keys.numpy()[..., None] if what == "peak" else keys.numpy()
+        wanted = oracle.top(weights, found.shape[-1])
+        if not weights.shape[-1]:
+            if (found != -1).any():
+                raise Wrong(f"{what} names a key where there are none")
+            return
+        there = found >= 0
+        at = np.take_along_axis(weights, np.maximum(found, 0), -1)
+        if (~np.take_along_axis(seen, np.maximum(found, 0), -1) & there).any():
+            raise Wrong(f"{what} names a key that is hidden")
+        if (np.where(there, np.abs(at - wanted), wanted) > verdict.most + 1e-300).any() and verdict.fine:
+            raise Wrong(f"{what} names a key whose weight is another")
+        for row in found.reshape(weights[..., 0].size, found.shape[-1]):
+            named = row[row >= 0]
+            if len(set(named.tolist())) < len(named):
+                raise Wrong(f"{what} names a key twice: {row.tolist()}")
+        if what == "peak" and self.size == 0.0 and self.options.bias is None:  # all weights of a row are equal
+            first = np.where(seen.any(-1), seen.argmax(-1), -1)
+            if (found[..., 0] != first).any():
+                raise Wrong("peak: a tie does not go to the lowest key")

@@ -1,0 +1,409 @@
+"""One place decides whether a call may leave torch: every reason, at every argument, through every entry.
+
+What is asked of each cell: the numbers of the specification, or an error in words; never a crash, and never the numbers
+of an address that is not what it seems. Cells that used to crash run here in the process of the tests.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import multihead as mh
+import multihead.nn
+from multihead import kernel
+from multihead.attention import named
+from multihead.kernel import eligible, linear
+
+pytestmark = pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
+
+
+class Wrapper(Tensor):
+    """A tensor of somebody else's, whose own memory is not where its numbers are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(t: Any) -> Any:
+            return t.inner if isinstance(t, Wrapper) else t
+
+        return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+
+
+def negated(t: Tensor) -> Tensor:
+    return torch._neg_view(-t)
+
+
+def conjugated(t: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(t), -t).conj().imag
+
+
+def freed(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def shrunk(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(t.element_size())
+    return t
+
+
+def not_made(t: Tensor) -> Tensor:
+    return torch._efficientzerotensor(tuple(t.shape))
+
+
+def strided(t: Tensor) -> Tensor:
+    return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
+
+
+def same(t: Tensor) -> Tensor:
+    return t.clone()
+
+
+RIGHT = {"a subclass": Wrapper, "a negative bit": negated, "a conjugate's part": conjugated, "strided": strided}
+WRONG = {"a freed storage": freed, "a shrunk storage": shrunk}
+
+B, H, G, Q, K, D, V = 2, 4, 2, 5, 7, 8, 6
+CAUSAL = mh.Causal()
+SHAPES = {
+    "q": (B, H, Q, D),
+    "k": (B, G, K, D),
+    "v": (B, G, K, V),
+    "bias": (H, Q, K),
+    "sinks": (H,),
+}
+
+
+def given(change: Callable[[Tensor], Tensor] = same, name: str = "") -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    drawn = {key: torch.randn(shape) for key, shape in SHAPES.items()}
+    return {key: change(t) if key == name else t for key, t in drawn.items()}
+
+
+def attended(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
+    return mh.attend(given["q"], given["k"], given["v"], mask, bias=given["bias"], sinks=given["sinks"])
+
+
+def looked(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
+    lens = mh.look(given["q"], given["k"], mask, bias=given["bias"], sinks=given["sinks"])
+    return torch.cat([lens.entropy()[..., None], lens.rows(None), lens.map(Q, 3)], -1)
+
+
+ENTRIES = {"attend": attended, "look": looked}
+
+
+def plain(t: Tensor) -> Tensor:
+    return t.inner if isinstance(t, Wrapper) else t
+
+
+class TestTensors:
+    @pytest.mark.parametrize("entry", ENTRIES)
+    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize("change", RIGHT)
+    def test_what_torch_computes_with_is_right(self, change: str, name: str, entry: str) -> None:
+        expected = ENTRIES[entry](given())
+        found = plain(ENTRIES[entry](given(RIGHT[change], name)))
+        torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_zeros_that_are_not_made_yet_are_zeros(self, name: str) -> None:
+        torch.testing.assert_close(attended(given(not_made, name)), attended(given(torch.zeros_like, name)))
+
+    @pytest.mark.parametrize("entry", ENTRIES)
+    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize("change", WRONG)
+    def test_a_storage_that_does_not_hold_the_tensor_is_an_error(self, change: str, name: str, entry: str) -> None:
+        if entry == "look" and name == "v":
+            pytest.skip("a lens has no values")
+        with pytest.raises((ValueError, RuntimeError), match=r"storage|allocated"):
+            ENTRIES[entry](given(WRONG[change], name))
+
+    @pytest.mark.parametrize("entry", ENTRIES)
+    @pytest.mark.parametrize("change", [*RIGHT, *WRONG])
+    def test_masks(self, change: str, entry: str) -> None:
+        allowed = torch.rand(B, 1, Q, K) > 0.3
+        if change in ("a negative bit", "a conjugate's part"):
+            pytest.skip("bool has no sign")
+        if change in RIGHT:
+            found = plain(
+                ENTRIES[entry](given(), RIGHT[change](allowed) if change != "strided" else allowed.mT.contiguous().mT)
+            )
+            torch.testing.assert_close(found, ENTRIES[entry](given(), allowed))
+        else:
+            with pytest.raises((ValueError, RuntimeError), match=r"storage|allocated|bound"):
+                ENTRIES[entry](given(), WRONG[change](allowed))
+
+    def test_empty_and_strided(self) -> None:
+        q, empty = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 0, 8)[..., ::2]
+        assert not mh.attend(q, empty, empty).any()
+
+    @pytest.mark.parametrize("change", [*RIGHT, *WRONG])
+    @pytest.mark.parametrize("name", ["x", "weight", "bias"])
+    def test_projections(self, name: str, change: str) -> None:
+        torch.manual_seed(2)
+        tensors = {"x": torch.randn(3, 8), "weight": torch.randn(6, 8), "bias": torch.randn(6)}
+        expected = nn.functional.linear(*tensors.values())
+        tensors[name] = (RIGHT | WRONG)[change](tensors[name])
+        if change in WRONG:
+            with pytest.raises((ValueError, RuntimeError), match=r"storage|allocated"):
+                linear.linear(*tensors.values(), None)
+        else:
+            torch.testing.assert_close(plain(linear.linear(*tensors.values(), None)), expected)
+
+    @pytest.mark.parametrize("change", [*RIGHT, *WRONG])
+    @pytest.mark.parametrize("name", ["x", "q_proj.weight", "v_proj.bias", "o_proj.weight", "sinks"])
+    def test_layers(self, name: str, change: str) -> None:
+        torch.manual_seed(2)
+        layer, x = mh.MultiHeadAttention(24, 6, sinks=True).requires_grad_(False).eval(), torch.randn(2, 5, 24)
+        expected = layer(x)
+        if name == "x":
+            x = (RIGHT | WRONG)[change](x)
+        else:
+            owner, _, leaf = name.rpartition(".")
+            module = layer.get_submodule(owner)
+            changed = (RIGHT | WRONG)[change](getattr(module, leaf).data)
+            module._parameters[leaf] = changed
+        if change in WRONG:
+            with pytest.raises((ValueError, RuntimeError), match=r"storage|allocated"):
+                layer(x)
+        else:
+            torch.testing.assert_close(plain(layer(x)), expected)
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+class Listening(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs or {})
+
+
+class TestModes:
+    @pytest.mark.parametrize("entry", ENTRIES)
+    @pytest.mark.parametrize("device", ["meta", "cpu"])
+    def test_a_default_device_changes_nothing(self, device: str, entry: str) -> None:
+        expected, tensors = ENTRIES[entry](given()), given()
+        with torch.device(device):
+            assert torch.equal(ENTRIES[entry](tensors), expected)
+        torch.set_default_device(device)
+        try:
+            assert torch.equal(ENTRIES[entry](tensors), expected)
+        finally:
+            torch.set_default_device(None)
+
+    def test_nor_for_a_layer(self) -> None:
+        layer, x = mh.MultiHeadAttention(24, 6).eval(), torch.randn(5, 24)
+        theirs = mh.nn.MultiheadAttention(24, 6).eval()
+        with torch.no_grad():
+            expected, expected_theirs = layer(x), theirs(x, x, x)
+            with torch.device("meta"):
+                assert torch.equal(layer(x), expected)
+                for a, b in zip(theirs(x, x, x), expected_theirs):
+                    assert torch.equal(a, b)
+
+    def test_a_default_device_leaves_calls_eligible(self) -> None:
+        with torch.device("meta"):
+            assert eligible.watched() is None
+
+    @pytest.mark.parametrize("mode", [Watching, Listening])
+    @pytest.mark.parametrize("entry", ENTRIES)
+    def test_modes_see_the_call(self, entry: str, mode: Any) -> None:
+        expected, tensors = ENTRIES[entry](given()), given()
+        with mode() as watching:
+            torch.testing.assert_close(ENTRIES[entry](tensors), expected)
+        assert watching.seen
+        if entry == "attend" and mode is Watching:
+            assert any("multihead.attend" in name for name in watching.seen)
+
+    def test_reasons_are_in_words(self) -> None:
+        tensors = given()
+        q, k, v = tensors["q"], tensors["k"], tensors["v"]
+        assert str(mh.explain(q, k, v)).splitlines()[0].endswith("skipping what is hidden")
+
+        def why() -> str:
+            return str(mh.explain(q, k, v)).splitlines()[0]
+
+        with Watching():
+            assert "through torch's operator, because a dispatch mode watches" in why()
+        with Listening():
+            assert "a function mode watches" in why()
+        with forward_ad.dual_level():
+            assert mh.explain(q, k, v).backend == "reference"
+        q = q.clone().requires_grad_()
+        assert "a gradient of q is wanted" in why()
+        q, k = q.detach(), Wrapper(k)
+        assert "k is a Wrapper, which wants to see the call" in why()
+        k, v = k.inner, negated(v)
+        assert "v has its negative bit set" in why()
+
+    def test_torch_func_inside_a_mode_is_still_torch_func(self) -> None:
+        q = torch.randn(2, 1, 2, 3, 4)
+        expected = torch.stack([mh.attend(t, t, t) for t in q])
+        for mode in (Watching, Listening):
+            with mode():
+                found = torch.func.vmap(lambda t: mh.attend(t, t, t))(q)
+            torch.testing.assert_close(found, expected)
+
+    def test_jit_traces_see_the_call(self) -> None:
+        tensors = given()
+        with pytest.warns((DeprecationWarning, torch.jit.TracerWarning)):
+            traced = torch.jit.trace(lambda q: mh.attend(q, q, q), tensors["q"], check_trace=False)
+        other = torch.randn_like(tensors["q"])
+        torch.testing.assert_close(traced(other), mh.attend(other, other, other))
+
+
+class TestAskedOnce:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Which calls were read by the kernel, and what it said of them."""
+        made: list[str] = []
+        for name in ("attention", "layer", "linear", "projection"):
+            read = getattr(kernel.module, name)
+
+            def counted(*args: Any, name: str = name, read: Any = read) -> Any:
+                found = read(*args)
+                made.append(f"{name} refused" if isinstance(found, tuple) else name)
+                return found
+
+            monkeypatch.setattr(kernel.module, name, counted)
+        monkeypatch.setattr(eligible, "MANY", True)
+        return made
+
+    def test_where_it_is_eligible(self, asked: list[str]) -> None:
+        layer, x = mh.MultiHeadAttention(24, 6).eval(), torch.randn(5, 24)
+        turned = mh.MultiHeadAttention(24, 6, rope=True).eval()
+        with torch.no_grad():
+            layer(x, mask=mh.Causal())
+            assert asked == ["layer"]
+            asked.clear()
+            turned(x)
+            assert asked == ["projection"] * 3 + ["attention", "projection"]
+            asked.clear()
+        mh.attend(*(given()[name] for name in "qkv"))
+        assert asked == ["attention"]
+
+    def test_in_training_nothing_is_read_in_vain(self, asked: list[str]) -> None:
+        layer, x = mh.MultiHeadAttention(24, 6), torch.randn(5, 24)
+        layer(x, mask=mh.Causal()).sum().backward()
+        assert asked.count("attention") == 2  # forward and backward, inside the operators
+        assert set(asked) <= {"attention", "attention refused"}
+        assert asked.count("attention refused") <= 1
+
+
+class TestTwoWaysToRead:
+    """By torch's C functions, and by attributes where torch does not have them."""
+
+    @pytest.fixture(params=[True, False], ids=["in C", "by attributes"])
+    def in_c(self, request: pytest.FixtureRequest) -> Any:
+        assert kernel.module is not None
+        kernel.module.remember_torch(request.param)
+        yield request.param
+        kernel.module.remember_torch(True)
+
+    def test_the_same_is_read(self, in_c: bool) -> None:
+        for name in SHAPES:
+            for change in (negated, strided, Wrapper):
+                torch.testing.assert_close(plain(attended(given(change, name))), attended(given()))
+            for wrong in (freed, shrunk):
+                with pytest.raises((ValueError, RuntimeError), match="storage"):
+                    attended(given(wrong, name))
+        layer, x = mh.MultiHeadAttention(24, 6).eval(), torch.randn(5, 24)
+        with torch.no_grad(), mh.backend("reference"):
+            expected = layer(x)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), expected)
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_what_cannot_be_read_is_said(self, in_c: bool) -> None:
+        assert kernel.module is not None
+        q = torch.randn(1, 2, 3, 4)
+
+        def said(t: Any) -> str:
+            call = SimpleNamespace(q=t, k=q, v=q, bias=None, sinks=None, scale=None, softcap=None, dropout=0.0)
+            read = kernel.module.attention(call)  # type: ignore[union-attr]
+            assert isinstance(read, tuple)
+            return read[0]
+
+        for odd in (None, 3, "q", q[0], q[None], q.to("meta"), q.to_sparse(), q.long(), q.to(torch.complex64),
+                    torch.nested.nested_tensor([q[0, 0], q[0, 1]])):  # fmt: skip
+            assert said(odd).startswith(("q ", "a ")), said(odd)
+
+
+SHARED = {
+    "q=k=v": lambda q, k, v: (q, q, q),
+    "q=k": lambda q, k, v: (q, q, v),
+    "k=v": lambda q, k, v: (q, k, k),
+    "q=v": lambda q, k, v: (q, k, q),
+    "two views of one": lambda q, k, v: (q.view_as(q), q.view_as(q), v),
+}
+
+
+class TestGradientsOfOneTensorGivenTwice:
+    @pytest.mark.parametrize("shared", SHARED)
+    @pytest.mark.parametrize("options", ["none", "lse", "sinks", "bias"])
+    def test_they_are_those_of_clones(self, options: str, shared: str) -> None:
+        torch.manual_seed(3)
+        leaves = torch.randn(3, 1, 2, 3, 4, dtype=torch.float64).unbind()
+        more: dict[str, Any] = {}
+        if options == "sinks":
+            more["sinks"] = torch.randn(2, dtype=torch.float64, requires_grad=True)
+        if options == "bias":
+            more["bias"] = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+
+        def gradients(create_graph: bool, cloned: bool) -> tuple[Tensor, ...]:
+            x = [t.clone().requires_grad_() for t in leaves]
+            q, k, v = SHARED[shared](*x)
+            if cloned:
+                q, k, v = (t.clone() for t in (q, k, v))
+            out = mh.attend(q, k, v, return_lse=options == "lse", **more)
+            total = out[0].square().sum() + out[1].sin().sum() if options == "lse" else out.square().sum()
+            wanted = [*x, *more.values()]
+            found = torch.autograd.grad(total, wanted, create_graph=create_graph, allow_unused=True)
+            return tuple(g for g in found if g is not None)
+
+        expected = gradients(False, True)
+        for create_graph in (False, True):
+            for found, right in zip(gradients(create_graph, False), expected, strict=True):
+                torch.testing.assert_close(found, right)
+
+    def test_a_sink_of_minus_infinity_beside_a_query_that_sees_nothing(self) -> None:
+        q = torch.randn(1, 1, 2, 4, requires_grad=True)
+        nothing = torch.zeros(2, 2, dtype=torch.bool)
+        for backend in ("native", "reference"):
+            sinks = torch.full((1,), -torch.inf, requires_grad=True)
+            mh.attend(q, q, q, nothing, sinks=sinks, backend=backend).sum().backward()
+            assert sinks.grad is not None
+            assert torch.equal(sinks.grad, torch.zeros(1))
+
+
+def test_the_backends_are_where_the_docstring_says() -> None:
+    assert list(mh.attention.BACKENDS) == ["native", "sdpa", "reference"]
+    assert named(None) is None
