@@ -1,26 +1,36 @@
-# make demo | test | sanitize | check | bench | evaluate: each sets up its own virtual environment first.
+# make demo | test | fuzz | sanitize | check | bench | evaluate | screenshots: each sets up its own environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*/*)
 
 CXX ?= g++
+TSC := npx --yes --package typescript@5.9.3 tsc
 
-.PHONY: demo test sanitize check format bench evaluate clean
+.PHONY: demo test fuzz sanitize check format bench evaluate screenshots clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/installed
-	$(BIN)/multihead show "I love pepperoni pizza"
-	$(BIN)/multihead show --sample "ankle boot"
+demo: $(VENV)/installed-explore
+	@$(BIN)/multihead show "I love pepperoni pizza"
+	@echo
+	@$(BIN)/multihead show --sample "ankle boot"
+	@echo
+	@$(BIN)/multihead explore --save multihead.html
+	@echo 'every number: $(BIN)/multihead show --all    your own sentence or picture, live: $(BIN)/multihead explore'
 
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(ARGS)  # a process for each core, so a thread for each
 
+# Random calls against an oracle of their own, in a child process; each finding names the seed and case that gives it again.
+MINUTES ?= 30
+fuzz: $(VENV)/installed-dev
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(or $(SEED),0) $(ARGS)
+
 # The kernel's own tests on a build in which every access and every undefined operation is checked.
 CHECKED := build/sanitize
 sanitize: $(VENV)/installed-dev
-	$(BIN)/cmake -S . -B $(CHECKED) -G Ninja -Wno-dev --log-level=WARNING -DMULTIHEAD_SANITIZE=address,undefined \
+	$(BIN)/cmake -S . -B $(CHECKED) -G Ninja -Wno-dev --log-level=WARNING -DMULTIHEAD_CORE=ON -DMULTIHEAD_SANITIZE=address,undefined \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 	$(BIN)/cmake --build $(CHECKED)
@@ -32,12 +42,14 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.cpp native/*.h native/*.inl)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*/*.cpp native/*/*.h native/*/*.inl)
+	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) -p tsconfig.json; \
+	  else echo "no node, or no way to typescript: the types of the page were not checked"; fi
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard native/*.cpp native/*.h native/*.inl)
+	$(BIN)/clang-format -i $(wildcard native/*/*.cpp native/*/*.h native/*/*.inl)
 
 bench: $(VENV)/installed-bench
 	$(BIN)/multihead bench --full $(ARGS)
@@ -46,11 +58,19 @@ bench: $(VENV)/installed-bench
 evaluate: $(VENV)/installed
 	$(BIN)/python -m multihead.models.evaluate
 
+# The pictures in docs/, of the page in a headless browser: needs chromium.
+screenshots: $(VENV)/installed-dev
+	$(BIN)/python examples/screenshots.py docs/pictures
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python $(SOURCES)
 	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-explore: $(VENV)/installed
+	$(PIP) --editable ".[explore]"
 	@touch $@
 
 # torch comes first and from constraints.txt, so that nothing else can pull in another build of it.
