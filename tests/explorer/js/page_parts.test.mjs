@@ -7,7 +7,6 @@ const { seesFuture, leansOn, allowed, parseMask, describeMask } = await load("ma
 const { arrangeHeads } = await load("heads.js");
 const { probabilities } = await load("predict.js");
 const { textOf } = await load("input.js");
-const { csvOf } = await load("table.js");
 const { arrangeSlabs } = await load("regroup.js");
 const { indexAt, layout, litIn, placeOf } = await load("paint.js");
 
@@ -39,10 +38,6 @@ test("temperature and top-k", () => {
 
 test("the text of tokens, halves of characters put together again", () => {
   assert.equal(textOf([{ bytes: "" }, { bytes: "49" }, { bytes: "20e298" }, { bytes: "83" }]), "I ☃");
-});
-
-test("a table as CSV, with labels that hold commas and quotes", () => {
-  assert.equal(csvOf({ title: "t", rows: 1, columns: 2, rowLabels: ['a,"b"'], value: (r, c) => c + 0.5 }), ',0,1\n"a,""b""",0.5,1.5\n');
 });
 
 test("slabs fit their box", () => {

@@ -285,6 +285,9 @@ export function createGrid(app, options) {
     const s = /** @type {Shown} */ (shown);
     return {
       title: `${s.name ?? s.view.name} ${shapeText(s.view.t.shape)}${s.note ? `, ${s.note}` : ""}`,
+      name: s.name ?? s.view.name,
+      note: s.note,
+      tensor: s.view.t,
       rows: at.R,
       columns: at.C,
       rowLabels: s.rowLabels,

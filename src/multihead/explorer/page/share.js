@@ -1,6 +1,7 @@
 // Take it with you: a link that holds the whole state, the stage as SVG or PNG, the page as one file.
 
 import { el, svg } from "./dom.js";
+import { fileName, npzOf } from "./numbers.js";
 import { formatState } from "./state.js";
 
 /** @param {string} name @param {Blob} blob */
@@ -108,6 +109,13 @@ export function createShare(app, stage) {
     download("multihead.png", await stageAsPng(stage(), paper()));
     return "Saved multihead.png.";
   });
+  const numbers = act("All numbers as npz", () => {
+    const scene = session.scene.get();
+    if (!scene) return "There is no layer on the stage.";
+    const name = `${fileName(scene.model.id, scene.tensors.weights.shape, `layer ${store.get().layer}`)}.npz`;
+    download(name, new Blob([npzOf(scene.tensors)], { type: "application/zip" }));
+    return `Saved ${name}: numpy.load reads it.`;
+  });
   const save = act("Save as one file", async () => {
     const state = store.get();
     says.textContent = "Packing…";
@@ -117,7 +125,7 @@ export function createShare(app, stage) {
     return `Saved multihead.html, ${(blob.size / 1e6).toFixed(1)} MB: it opens without a network and without Python.`;
   });
   const file = el("span", { class: "hint", text: "This page is the single file: copy it as it is." });
-  const panel = el("section", { class: "share-panel", id: "share-panel", "aria-label": "Share", hidden: true }, el("div", { class: "tools" }, link, asSvg, asPng, app.mode === "file" ? file : save), field, says);
+  const panel = el("section", { class: "share-panel", id: "share-panel", "aria-label": "Share", hidden: true }, el("div", { class: "tools" }, link, asSvg, asPng, numbers, app.mode === "file" ? file : save), field, says);
   const button = el("button", { type: "button", text: "Share", "aria-expanded": "false", "aria-controls": "share-panel", onclick: () => {
     panel.hidden = !panel.hidden;
     button.setAttribute("aria-expanded", String(!panel.hidden));

@@ -2,18 +2,12 @@
 
 import { el } from "./dom.js";
 import { numberText } from "./explain.js";
+import { csvOf, fileName, npzOf } from "./numbers.js";
 
 const MOST = { rows: 256, columns: 64 };
 
-/** @typedef {{title: string, rows: number, columns: number, rowLabels?: string[], columnLabels?: string[], value: (row: number, column: number) => number}} Table */
-
-/** Numbers as comma-separated values. @param {Table} t */
-export function csvOf(t) {
-  const cell = (/** @type {string} */ text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const lines = [["", ...Array.from({ length: t.columns }, (_, c) => t.columnLabels?.[c] ?? String(c))].map(cell).join(",")];
-  for (let r = 0; r < t.rows; r++) lines.push([cell(t.rowLabels?.[r] ?? String(r)), ...Array.from({ length: t.columns }, (_, c) => String(t.value(r, c)))].join(","));
-  return `${lines.join("\n")}\n`;
-}
+/** `tensor` is the whole of which the table shows a part, `name` and `note` say which.
+ * @typedef {import("./numbers.js").Table & {title: string, name: string, note?: string, tensor: import("./numbers.js").Tensor}} Table */
 
 /** @param {(name: string, blob: Blob) => void} download */
 export function createTable(download) {
@@ -22,9 +16,10 @@ export function createTable(download) {
   const body = el("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-labelledby": "table-title" });
   /** @type {Table | null} */
   let shown = null;
-  const save = el("button", { type: "button", text: "Save as CSV", onclick: () => shown && download(`${shown.title.split(" ")[0]}.csv`, new Blob([csvOf(shown)], { type: "text/csv" })) });
+  const save = el("button", { type: "button", text: "Save as CSV", title: "The numbers of this table", onclick: () => shown && download(`${fileName(shown.name, shown.tensor.shape, shown.note)}.csv`, new Blob([csvOf(shown)], { type: "text/csv" })) });
+  const npz = el("button", { type: "button", text: "Save as npz", title: "The whole tensor, for numpy.load", onclick: () => shown && download(`${fileName(shown.name, shown.tensor.shape)}.npz`, new Blob([npzOf({ [shown.name]: shown.tensor })], { type: "application/zip" })) });
   const close = el("button", { type: "button", text: "Close", onclick: () => dialog.close() });
-  const dialog = el("dialog", { class: "table", "aria-labelledby": "table-title" }, el("header", {}, title, save, close), note, body);
+  const dialog = el("dialog", { class: "table", "aria-labelledby": "table-title" }, el("header", {}, title, save, npz, close), note, body);
   return {
     node: dialog,
     /** @param {Table} t */
