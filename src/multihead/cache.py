@@ -28,7 +28,14 @@ def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device)
 
 
 class CacheOverflow(ValueError):
-    """More tokens than a cache of fixed capacity can hold."""
+    """More tokens than a cache of fixed capacity can hold.
+
+    >>> layer = mh.MultiHeadAttention(8, heads=2)
+    >>> layer(torch.randn(1, 3, 8), mask=mh.Causal(), cache=layer.new_cache(batch=1, capacity=2))
+    Traceback (most recent call last):
+    ...
+    multihead.cache.CacheOverflow: ...
+    """
 
 
 class Cache:

@@ -23,6 +23,8 @@ from multihead.sizes import describe
 
 AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
 
+__all__ = ["MultiheadAttention", "Report", "replace"]
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with our attention inside. Arguments, attributes and state_dict are torch's.
@@ -340,7 +342,12 @@ def _as_mask(hidden: Tensor, S: int) -> Mask:
 
 @dataclass(frozen=True)
 class Report:
-    """What `replace` did, by the names of the modules."""
+    """What `replace` did, by the names of the modules.
+
+    >>> report = mh.nn.replace(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True))
+    >>> report.replaced
+    ['self_attn']
+    """
 
     replaced: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # why not

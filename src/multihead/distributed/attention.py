@@ -101,6 +101,9 @@ def attend(
     Returns:
         out (B,H,n,V), this rank's slice. The gradients of `sinks` and `bias` are this rank's share: their sum over the
         ranks is that of one process.
+
+    >>> q, k, v = (t.tensor_split(ranks, 2)[rank] for t in (q, k, v))  # doctest: +SKIP
+    >>> out = mh.distributed.attend(q, k, v, mh.Causal(), mesh=dist.group.WORLD)  # doctest: +SKIP
     """
     check_attend(q, k, v)
     check_numbers(scale, softcap, dropout)

@@ -26,6 +26,10 @@ class SpreadCache(Cache):
     """Keys and values of the tokens so far, each on one rank; made by the sharded layer's `new_cache`.
 
     `length` counts the tokens of all ranks, `own` holds those of this one, and `positions` says which they are.
+
+    >>> layer = mh.distributed.shard_sequence(layer, mesh)  # doctest: +SKIP
+    >>> cache = layer.new_cache(batch=1)  # doctest: +SKIP
+    >>> y = layer(x, mask=mh.Causal(), cache=cache)  # doctest: +SKIP
     """
 
     def __init__(self, wire: Wire, own: Cache) -> None:
@@ -141,7 +145,11 @@ class SpreadCache(Cache):
 
 @contextmanager
 def prefill(*caches: SpreadCache) -> Iterator[None]:
-    """Inside the block, x is this rank's slice of the prompt; outside, every rank gives the same new tokens."""
+    """Inside the block, x is this rank's slice of the prompt; outside, every rank gives the same new tokens.
+
+    >>> with mh.distributed.prefill(cache):  # doctest: +SKIP
+    ...     layer(x.tensor_split(ranks, 1)[rank], mask=mh.Causal(), cache=cache)
+    """
     for cache in caches:
         if not isinstance(cache, SpreadCache):
             raise TypeError(

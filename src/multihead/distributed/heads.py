@@ -122,6 +122,9 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup)
         layer_or_model: a `MultiHeadAttention`, a model that holds some, or a Hugging Face model, whose attention
             modules are cut and the rest left as it is (`tp_plan` may have cut that).
         mesh: a `DeviceMesh` of one dimension (`mesh["tp"]`), or a process group.
+
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (2,))  # doctest: +SKIP
+    >>> y = mh.distributed.shard_heads(layer, mesh)(x)  # the same on both ranks # doctest: +SKIP
     """
     wire = Wire(mesh)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(mesh, "cpu")

@@ -206,6 +206,10 @@ def shard_sequence(
     Returns:
         the same module. Its parameters stay whole on every rank, and their gradients are this rank's share: sum them
         (`sum_gradients`), or wrap the model in DistributedDataParallel or FSDP2 over the same ranks.
+
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (2,))  # doctest: +SKIP
+    >>> layer = mh.distributed.shard_sequence(layer, mesh)  # doctest: +SKIP
+    >>> y = layer(x.tensor_split(2, dim=1)[rank], mask=mh.Causal())  # this rank's slice # doctest: +SKIP
     """
     sharding = Sharding.of(mesh, method, balance)
     found = [m for m in layer_or_model.modules() if isinstance(m, MultiHeadAttention)]
@@ -229,7 +233,11 @@ def shard_sequence(
 
 @torch.no_grad()
 def sum_gradients(module: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> None:
-    """Add up the gradients of replicated parameters over the ranks that have a slice of the sequence each."""
+    """Add up the gradients of replicated parameters over the ranks that have a slice of the sequence each.
+
+    >>> loss.backward()  # doctest: +SKIP
+    >>> mh.distributed.sum_gradients(model, mesh)  # doctest: +SKIP
+    """
     wire = Wire(mesh)
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in grads):

@@ -42,6 +42,8 @@ def save_checkpoint(
         model: sharded by heads, by sequence, or not at all.
         optimizer: what trains it; its learning rate and other settings are not saved.
         group: the ranks that take part; all of them unless given.
+
+    >>> mh.distributed.save_checkpoint("checkpoint", model, optimizer)  # doctest: +SKIP
     """
     flat: dict[str, Any] = {f"model/{name}": t for name, t in model.state_dict().items()}
     shards = _shards(model)
@@ -63,7 +65,10 @@ def load_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load what `save_checkpoint` has saved, on any number of ranks, or in one process; see there for the arguments."""
+    """Load what `save_checkpoint` has saved, on any number of ranks, or in one process; see there for the arguments.
+
+    >>> mh.distributed.load_checkpoint("checkpoint", model, optimizer)  # doctest: +SKIP
+    """
     found = FileSystemReader(path).read_metadata().state_dict_metadata
     flat = {
         key: torch.empty(meta.size, dtype=meta.properties.dtype)

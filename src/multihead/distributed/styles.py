@@ -171,6 +171,10 @@ class HeadColumns(ParallelStyle):
         of: "queries" for q_proj, "keys" for k_proj and v_proj: with fewer key/value heads than ranks, several ranks
             keep the same one.
         add_gradients: sum the gradient of the input over the ranks; False where that is done for q, k and v at once.
+
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> cut = {"attention.q_proj": HeadColumns(heads=8, kv_heads=2, of="queries")}
+    >>> parallelize_module(model, mesh["tp"], cut)  # doctest: +SKIP
     """
 
     heads: int
@@ -208,6 +212,10 @@ class HeadRows(ParallelStyle):
     Args:
         heads: H, the query heads.
         kv_heads: G, the key/value heads.
+
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> cut = {"attention.o_proj": HeadRows(heads=8, kv_heads=2)}
+    >>> parallelize_module(model, mesh["tp"], cut)  # doctest: +SKIP
     """
 
     heads: int

@@ -21,7 +21,13 @@ FAILURES = "multihead/lost"  # under this name in the group's store: who has los
 
 
 class RankLost(RuntimeError):
-    """Another rank has died, hangs, or is somewhere else in its program; `rank` is its global number."""
+    """Another rank has died, hangs, or is somewhere else in its program; `rank` is its global number.
+
+    >>> try:  # doctest: +SKIP
+    ...     y = layer(x)
+    ... except mh.distributed.RankLost as lost:
+    ...     print(f"go on from the checkpoint without rank {lost.rank}")
+    """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)

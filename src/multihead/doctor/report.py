@@ -49,6 +49,11 @@ class Report:
 
     `step` (1 to 7) and `cause` are those of the first mistake; `causes` holds all that act together, and
     `indistinguishable` the other explanations that would give the same output.
+
+    >>> layer, x = mh.MultiHeadAttention(16, heads=2), torch.randn(1, 5, 16)
+    >>> report = mh.diagnose(lambda x: layer(x), layer, x, mask=mh.Causal())
+    >>> report.verdict, report.step, report.cause
+    ('diagnosed', 3, 'mask missing')
     """
 
     verdict: str

@@ -49,6 +49,10 @@ def previous_token(lens: Lens) -> Tensor:
 
     Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 5.1, where such heads are called positional;
     half of an induction circuit in Olsson et al. 2022, "In-context Learning and Induction Heads".
+
+    >>> q = torch.zeros(1, 1, 5, 4)
+    >>> heads.previous_token(mh.look(q, q, mask=mh.Causal(window=2)))  # two keys in sight, and no preference
+    tensor([[0.5000]])
     """
     _queries_are_keys(lens)
     offset = lens.shape[3] - lens.shape[2]
@@ -59,6 +63,10 @@ def first_token(lens: Lens) -> Tensor:
     """How much a head attends to key 0, where heads rest that have nothing to do: (B,H). Query 0 has no choice.
 
     Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks".
+
+    >>> q = torch.zeros(1, 1, 3, 4)
+    >>> heads.first_token(mh.look(q, q, mask=mh.Causal()))  # the mean of 1/2 and 1/3
+    tensor([[0.4167]])
     """
     B, H, Q, K = lens.shape
     if K == 0:
@@ -88,6 +96,10 @@ def same_token(lens: Lens, tokens: Tensor) -> Tensor:
         tokens: what stands at each key, whole numbers (K,) or (B,K).
 
     Wang et al. 2023, "Interpretability in the Wild", section 3, where such heads are called duplicate-token heads.
+
+    >>> q = torch.zeros(1, 1, 4, 4)
+    >>> heads.same_token(mh.look(q, q), torch.tensor([7, 8, 7, 9])).shape
+    torch.Size([1, 1])
     """
     held, offset = _tokens(lens, tokens), lens.shape[3] - lens.shape[2]
     return _pattern(
@@ -105,6 +117,12 @@ def induction(lens: Lens, tokens: Tensor) -> Tensor:
         tokens: what stands at each key, whole numbers (K,) or (B,K).
 
     Olsson et al. 2022, "In-context Learning and Induction Heads".
+
+    >>> lm = mh.models.load("lm")
+    >>> said = torch.randint(1, lm.tokenizer.size, (1, 50)).repeat(1, 2)  # random tokens, said twice
+    >>> scores = torch.stack([heads.induction(lens, said)[0] for lens in lm.look(said)])  # (layers, H)
+    >>> bool(scores.max() > 0.5)
+    True
     """
     held, offset = _tokens(lens, tokens), lens.shape[3] - lens.shape[2]
     before = torch.cat([torch.full_like(held[:, :1], torch.iinfo(held.dtype).min), held[:, :-1]], dim=1)
@@ -117,6 +135,10 @@ def similarity(lens: Lens) -> Tensor:
     """How alike the weights of two heads are: the cosine between all weights of one and of the other, (B,H,H).
 
     Bian et al. 2021, "On Attention Redundancy: A Comprehensive Study", where it is one of several measures.
+
+    >>> q = torch.randn(1, 1, 5, 4).repeat(1, 2, 1, 1)  # two heads that do the same
+    >>> bool((heads.similarity(mh.look(q, q)) > 0.999).all())
+    True
     """
     B, H, _, _ = lens.shape
     products = torch.zeros(B, H, H, dtype=torch.float64 if lens.device.type != "mps" else torch.float32)

@@ -59,6 +59,10 @@ def flow(lenses: Sequence[Lens], query: int, keys: Selection = None, residual: f
         query: which output.
         keys: which inputs; all unless given.
         residual: the part of the residual stream.
+
+    >>> lenses = [mh.look(*torch.randn(2, 1, 2, 4, 8), mask=mh.Causal()) for _ in range(3)]
+    >>> heads.flow(lenses, query=-1).shape
+    torch.Size([1, 4])
     """
     B, N = _check(lenses, residual)
     [start] = torch.arange(N)[choose("query", require_int("query", query, -N), N)].tolist()

@@ -20,6 +20,11 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
 
     These are the modules that use transformers' attention interface. In a model with an encoder and a decoder, or with
     text and images, they are counted through.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4))
+    >>> list(mh.hf.attentions(model))
+    ['h.0.attn', 'h.1.attn']
     """
     return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}
 
@@ -103,6 +108,14 @@ def watch(
         model: a model whose attention is "multihead".
         layers: which, by number or by name as in `attentions(model)`; all unless given.
         heads: which query heads; all unless given. The lens then has only these, numbered from 0.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4)).eval()
+    >>> model.set_attn_implementation("multihead")
+    >>> with torch.no_grad(), mh.hf.watch(model, layers=-1) as seen:
+    ...     _ = model(torch.tensor([[5, 6, 7]]))
+    >>> seen[1].entropy().shape
+    torch.Size([1, 4, 3])
     """
     wanted = range(len(attentions(model))) if layers is None else [layers] if isinstance(layers, int | str) else layers
     chosen = [heads] if isinstance(heads, int) else None if heads is None else list(heads)
@@ -128,6 +141,12 @@ def patch(model: nn.Module, layer: Layer, fn: Callable[[Tensor], Tensor]) -> Ite
     """Inside the block, `fn` is given what a layer's heads put out, (B,H,Q,V), and what it returns takes its place.
 
     In `generate` it is called for every step, with Q the number of new tokens.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4)).eval()
+    >>> model.set_attn_implementation("multihead")
+    >>> with torch.no_grad(), mh.hf.patch(model, 0, lambda heads: heads.flip(1)):  # the heads change places
+    ...     changed = model(torch.tensor([[5, 6, 7]]))
     """
     with _edited(model, layer, lambda heads, visible: fn(heads)):
         yield
@@ -160,6 +179,12 @@ def ablate(
         heads: for each layer, by number or name as in `attentions(model)`, its query heads.
         with_: "zero"; "mean", the head's mean over this call's batch and positions, padded ones left out (for one new
             token of one sequence that is the token's own); or a tensor that broadcasts to (B, number of heads, Q, V).
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4)).eval()
+    >>> model.set_attn_implementation("multihead")
+    >>> with torch.no_grad(), mh.hf.ablate(model, {0: [1, 3], 1: 2}):
+    ...     without = model(torch.tensor([[5, 6, 7]]))
     """
     with ExitStack() as stack:
         for layer, chosen in heads.items():

@@ -84,6 +84,10 @@ class Trace(Mapping[str, Tensor]):
     """Every intermediate of one call by name: `t["weights"]`. Print it to see the seven steps.
 
     Shapes are those of the call: without a batch axis where `x` had none.
+
+    >>> t = mh.trace(mh.MultiHeadAttention(8, heads=2), torch.randn(3, 8))
+    >>> list(t)[:4], t["weights"].shape
+    (['x', 'q', 'k', 'v'], torch.Size([2, 3, 3]))
     """
 
     steps = STEPS

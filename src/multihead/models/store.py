@@ -18,7 +18,14 @@ NAMES = ("lm", "vit")
 
 
 def save(model: LanguageModel | VisionTransformer, path: str | os.PathLike) -> None:
-    """Write a model to one safetensors file: beside its place first, so that what is there is always whole."""
+    """Write a model to one safetensors file: beside its place first, so that what is there is always whole.
+
+    >>> import tempfile, os
+    >>> path = os.path.join(tempfile.mkdtemp(), "vit.safetensors")
+    >>> mh.models.save(mh.models.load("vit"), path)
+    >>> mh.models.load(path).labels[0]
+    'T-shirt'
+    """
     path = Path(path)
     header = {"kind": "lm" if isinstance(model, LanguageModel) else "vit", "settings": json.dumps(model.settings)}
     if isinstance(model, LanguageModel) and model.tokenizer is not None:

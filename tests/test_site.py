@@ -1,0 +1,68 @@
+"""The documentation site: every public name has an entry with an example, and the pages need nothing from elsewhere."""
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+ROOMS = ("multihead", "multihead.heads", "multihead.models", "multihead.hf", "multihead.distributed", "multihead.nn")
+
+
+def entries() -> set[str]:
+    """The names that the reference has an entry for."""
+    return {name for page in REFERENCE.glob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)}
+
+
+def public(room: str) -> list[str]:
+    module = importlib.import_module(room)
+    named = getattr(module, "__all__", None) or [
+        name for name, of in vars(module).items() if getattr(of, "__module__", None) == room and name[0] != "_"
+    ]
+    return [f"{room}.{name}" for name in named if not inspect.ismodule(getattr(module, name))]
+
+
+NAMES = [name for room in ROOMS for name in public(room)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_an_entry_with_an_example(name: str) -> None:
+    assert name in entries(), f"write ::: {name} into a page of docs/reference"
+    room, _, last = name.rpartition(".")
+    thing = getattr(importlib.import_module(room), last)
+    texts = [inspect.getdoc(thing) or ""]
+    if inspect.isclass(thing):
+        texts += [inspect.getdoc(of) or "" for of in vars(thing).values() if callable(of)]
+    shown = any(">>>" in text or "```" in text for text in texts)
+    assert shown, f"{name} has no example in its docstring"
+
+
+def test_every_entry_is_there() -> None:
+    for name in entries():
+        room, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(room), last), name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in [*ROOT.glob("docs/*.md"), *REFERENCE.glob("*.md"), *ROOT.glob("examples/*.md")]:
+        assert page.relative_to(ROOT).as_posix() in nav, page
+
+
+def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\">\s]+)", page.read_text())
+        assert not loaded, (page.name, loaded)
+    assert (tmp_path / "docs" / "live.html").stat().st_size > 1e6
