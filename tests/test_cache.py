@@ -339,12 +339,12 @@ BAD = [
     (
         lambda a: a.new_cache(2).crop(torch.tensor([-2, 3])),
         ValueError,
-        "expected whole numbers, one for each of B=2",
+        "expected integers, one for each of B=2",
     ),
     (
         lambda a: a.new_cache(2).crop(torch.tensor([2.0, 3.0])),
         ValueError,
-        "expected whole numbers, one for each of B=2",
+        "expected integers, one for each of B=2",
     ),
     (lambda a: a(drawn(1, 2, E), cache=True), TypeError, r"cache is a bool: expected one from new_cache\(\)"),
     (lambda a: a.new_cache().reorder(torch.tensor([0.5])), ValueError, "expected one axis of row numbers"),

@@ -104,7 +104,7 @@ def test_tokens_are_checked(score: Callable) -> None:
     lens = lens_and_weights({})[0]
     with pytest.raises(ValueError, match=r"expected \(K,\) or \(B,K\) with B=2, K=23"):
         score(lens, TOKENS[:, 1:])
-    with pytest.raises(TypeError, match="whole numbers"):
+    with pytest.raises(TypeError, match="integers"):
         score(lens, TOKENS.float())
     with pytest.raises(ValueError, match="expected self-attention"):
         score(mh.look(torch.ones(1, 1, 5, 2), torch.ones(1, 1, 3, 2)), torch.ones(3).long())

@@ -386,7 +386,7 @@ BAD = [
     (lambda: a_layer({})(drawn(2, 5, 24), mask=torch.zeros(5, 5)), TypeError, "bias="),
     (lambda: a_layer({})(drawn(2, 5, 24), mask=torch.zeros(4, 5).bool()), ValueError, "the mask has shape"),
     (lambda: a_layer({"rope": True})(drawn(2, 5, 24), positions=torch.arange(4)), ValueError, r"positions has shape \(4,\)"),
-    (lambda: a_layer({"rope": True})(drawn(2, 5, 24), positions=torch.rand(5)), TypeError, "expected a tensor of whole numbers"),
+    (lambda: a_layer({"rope": True})(drawn(2, 5, 24), positions=torch.rand(5)), TypeError, "expected a tensor of integers"),
     (lambda: a_layer({})(drawn(2, 5, 24), context_positions=torch.arange(5)), ValueError, "context_positions is given without context"),
     (lambda: a_layer({})(drawn(5, 24), mh.Causal()), TypeError, "context is a Causal: expected a tensor; a mask goes to mask="),
     (lambda: a_layer({})(drawn(2, 5, 24), backend="fast"), ValueError, "backend='fast': expected one of"),

@@ -41,17 +41,17 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (1.0, TypeError, "keys is a float: expected an int, a slice"),
     ("1", TypeError, "keys is a str"),
     (True, TypeError, "keys is a bool"),
-    ([1, True], TypeError, "keys has True in it: expected whole numbers"),
+    ([1, True], TypeError, "keys has True in it: expected integers"),
     ([0.5], TypeError, "keys has 0.5 in it"),
-    (torch.ones(N), TypeError, "keys has dtype torch.float32: expected whole numbers"),
+    (torch.ones(N), TypeError, "keys has dtype torch.float32: expected integers"),
     (
         torch.ones(N, dtype=torch.bool),
         TypeError,
-        r"bool: expected whole numbers; of a bool tensor take .nonzero\(\).flatten\(\)",
+        r"bool: expected integers; of a bool tensor take .nonzero\(\).flatten\(\)",
     ),
     (torch.zeros(2, 2, dtype=torch.long), ValueError, r"keys is \(2, 2\) int64 on cpu: expected one axis"),
     (slice(0, 5, 0), ValueError, "expected a step other than 0"),
-    (slice(0.5, 2), TypeError, "expected whole numbers in the slice"),
+    (slice(0.5, 2), TypeError, "expected integers in the slice"),
     ({1, 2}, TypeError, "keys is a set"),
 ]
 

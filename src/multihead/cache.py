@@ -212,7 +212,7 @@ class Cache:
         if not isinstance(length, Tensor):
             require_int("length", length, 0)
         elif length.dtype.is_floating_point or length.shape != (self.batch,) or bool((length < 0).any()):
-            raise ValueError(f"length is {describe(length)}: expected whole numbers, one for each of B={self.batch}")
+            raise ValueError(f"length is {describe(length)}: expected integers, one for each of B={self.batch}")
         shorter: int | Tensor
         if isinstance(length, Tensor) or isinstance(self.length, Tensor):
             device = self._k.device

@@ -216,7 +216,7 @@ def alibi(
     tensor([[[-1.,  0., -1.],
              [-2., -1.,  0.]]])
     """
-    wide = torch.promote_types(dtype, torch.float32)  # bfloat16 is exact for whole numbers up to 256 only
+    wide = torch.promote_types(dtype, torch.float32)  # bfloat16 is exact for integers up to 256 only
     slopes = alibi_slopes(heads, device=device, dtype=wide)
     return (slopes[:, None, None] * -_relative(queries, keys, device).abs()).to(dtype)
 
@@ -349,7 +349,7 @@ def _check_positive(name: str, value: float) -> None:
 def _check_at_least(name: str, value: int, least: int) -> None:
     # A size is a SymInt while torch.export traces a dynamic shape.
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
+        raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:

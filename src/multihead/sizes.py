@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def require_int(name: str, value: object, at_least: int) -> int:
-    """`value`, if it is a whole number of at least `at_least`."""
+    """`value`, if it is an integer of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected an int of at least {at_least}")
     if value < at_least:

@@ -214,13 +214,13 @@ def _off(given: object) -> tuple[tuple[int, int], ...]:
 
 def _whole(name: str, given: object, least: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 2**31:
-        raise Refused(f"{name}={_quoted(given)}: expected a whole number of at least {least}")
+        raise Refused(f"{name}={_quoted(given)}: expected an integer of at least {least}")
     return given
 
 
 def _wholes(name: str, given: object, least: int) -> list[int]:
     if not isinstance(given, list) or not 0 < len(given) <= MOST_ITEMS:
-        raise Refused(f"{name}={_quoted(given)}: expected a list of whole numbers")
+        raise Refused(f"{name}={_quoted(given)}: expected a list of integers")
     return [_whole(name, value, least) for value in given]
 
 

@@ -47,7 +47,7 @@ class Items:
 
     data: Any  # token numbers (1,N), pixels, or what was handed to `explore`
     tokens: list[Token]
-    ids: Tensor | None = None  # (N,) whole numbers, where items are tokens
+    ids: Tensor | None = None  # (N,) integers, where items are tokens
     pixels: Tensor | None = None  # (rows, columns[, channels]) uint8
     extra: dict[str, Any] = field(default_factory=dict)
 

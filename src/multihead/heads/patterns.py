@@ -93,7 +93,7 @@ def same_token(lens: Lens, tokens: Tensor) -> Tensor:
 
     Args:
         lens: the lens.
-        tokens: what stands at each key, whole numbers (K,) or (B,K).
+        tokens: what stands at each key, integers (K,) or (B,K).
 
     Wang et al. 2023, "Interpretability in the Wild", section 3, where such heads are called duplicate-token heads.
 
@@ -114,7 +114,7 @@ def induction(lens: Lens, tokens: Tensor) -> Tensor:
 
     Args:
         lens: the lens.
-        tokens: what stands at each key, whole numbers (K,) or (B,K).
+        tokens: what stands at each key, integers (K,) or (B,K).
 
     Olsson et al. 2022, "In-context Learning and Induction Heads".
 
@@ -196,7 +196,7 @@ def _tokens(lens: Lens, tokens: Tensor) -> Tensor:
     _queries_are_keys(lens)
     if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
         what = describe(tokens) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise TypeError(f"tokens is {what}: expected a tensor of whole numbers, one for each key")
+        raise TypeError(f"tokens is {what}: expected a tensor of integers, one for each key")
     if tokens.shape not in ((K,), (B, K), (1, K)):
         raise ValueError(f"tokens is {describe(tokens)}: expected (K,) or (B,K) with B={B}, K={K}")
     return tokens.long().to(lens.device).expand(B, K)

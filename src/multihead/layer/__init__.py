@@ -200,7 +200,7 @@ class MultiHeadAttention(nn.Module):
             x: (N,E) or (B,N,E).
             context: what keys and values are made of, (K,C) or (B,K,C); `x` unless given.
             mask: what each query may see, such as `Causal()`; everything unless given.
-            positions: where the tokens of `x` stand, for RoPE: (N,) or (B,N) whole numbers. After those in the cache,
+            positions: where the tokens of `x` stand, for RoPE: (N,) or (B,N) integers. After those in the cache,
                 from 0, unless given.
             context_positions: the same for `context`.
             cache: from `new_cache`: the tokens of `x` join it, and all of it is attended to.

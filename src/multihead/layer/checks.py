@@ -61,12 +61,12 @@ def brings_its_weights(projection: nn.Module) -> bool:
 
 
 def check_positions(name: str, given: Tensor | None, x: Tensor) -> None:
-    """Refuse positions that are not a whole number for each token of `x`, (B, N, …)."""
+    """Refuse positions that are not an integer for each token of `x`, (B, N, …)."""
     if given is None:
         return
     if not isinstance(given, Tensor) or given.dtype.is_floating_point or given.dtype == torch.bool:
         what = describe(given) if isinstance(given, Tensor) else repr(given)
-        raise TypeError(f"{name} is {what}: expected a tensor of whole numbers")
+        raise TypeError(f"{name} is {what}: expected a tensor of integers")
     check_broadcast(name, given, x.shape[:2], "(B,N)")
 
 
@@ -99,7 +99,7 @@ def check_lengths(
         raise ValueError("lengths= counts the tokens of x that join the keys; with a context give mask=Padding(…)")
     real = torch.as_tensor(lengths, device=x.device)
     if real.dtype.is_floating_point or real.dtype == torch.bool or real.shape != x.shape[:1]:
-        raise ValueError(f"lengths is {describe(real)}: expected a whole number for each of the B={x.shape[0]} rows")
+        raise ValueError(f"lengths is {describe(real)}: expected an integer for each of the B={x.shape[0]} rows")
     held = isinstance(cache, Cache) and not torch.compiler.is_compiling()
     if held and (real.is_meta or inside_torch_func()):
         raise ValueError("lengths= has no numbers to read here, and a cache has to know where each of its rows ends")

@@ -92,7 +92,7 @@ class Lens:
     """Attention weights and what they add up to, computed when asked for; made by `mh.look` or `layer.look`.
 
     Shapes have a batch axis always. Heads, queries and keys are selected by an int (its axis stays), a slice, a range,
-    a list or a tensor of whole numbers; negative ones count from the end. A hidden weight is 0. Results are float32, or
+    a list or a tensor of integers; negative ones count from the end. A hidden weight is 0. Results are float32, or
     float64 for float64.
 
     `rows`, `columns` and `weights` are differentiable. The others are computed tile by tile and forget the tiles, so

@@ -43,17 +43,17 @@ def choose(name: str, given: Selection, n: int, device: torch.device | None = No
     if isinstance(given, Tensor):
         if not _whole(given):
             hint = "; of a bool tensor take .nonzero().flatten()" if given.dtype == torch.bool else ""
-            raise TypeError(f"{name} has dtype {given.dtype}: expected whole numbers{hint}")
+            raise TypeError(f"{name} has dtype {given.dtype}: expected integers{hint}")
         if given.dim() != 1:
             raise ValueError(f"{name} is {describe(given)}: expected one axis of numbers")
         return _indices(name, given.tolist(), n, device)
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         for item in given:
             if isinstance(item, bool) or not isinstance(item, Integral):
-                raise TypeError(f"{name} has {item!r} in it: expected whole numbers")
+                raise TypeError(f"{name} has {item!r} in it: expected integers")
         return _indices(name, [int(item) for item in given], n, device)
     what = type(given).__name__
-    raise TypeError(f"{name} is a {what}: expected an int, a slice, a range, a list or a tensor of whole numbers")
+    raise TypeError(f"{name} is a {what}: expected an int, a slice, a range, a list or a tensor of integers")
 
 
 def take(t: Tensor, axis: int, chosen: Chosen) -> Tensor:
@@ -83,7 +83,7 @@ def _cut(name: str, given: slice, n: int) -> range:
     try:
         return range(*given.indices(n))
     except TypeError:
-        raise TypeError(f"{name}={given!r}: expected whole numbers in the slice") from None
+        raise TypeError(f"{name}={given!r}: expected integers in the slice") from None
     except ValueError:
         raise ValueError(f"{name}={given!r}: expected a step other than 0") from None
 

@@ -113,10 +113,10 @@ def _register(cls: _M) -> _M:
 
 
 def _int_tensor(name: str, value: object) -> Tensor:
-    """`value`, a tensor or a sequence of whole numbers, as an int64 tensor."""
+    """`value`, a tensor or a sequence of integers, as an int64 tensor."""
     if isinstance(value, Tensor):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
-            raise TypeError(f"{name} has dtype {value.dtype}: expected whole numbers")
+            raise TypeError(f"{name} has dtype {value.dtype}: expected integers")
         return value.long()
     if isinstance(value, Sequence) and not isinstance(value, str):
         if value and all(isinstance(row, Sequence) and not isinstance(row, str) for row in value):
@@ -124,7 +124,7 @@ def _int_tensor(name: str, value: object) -> Tensor:
         return torch.tensor(
             [require_int(f"{name}[{n}]", length, 0) for n, length in enumerate(value)], dtype=torch.long
         )
-    raise TypeError(f"{name}={value!r}: expected a tensor or a list of whole numbers")
+    raise TypeError(f"{name}={value!r}: expected a tensor or a list of integers")
 
 
 def _per_row(name: str, value: object) -> Tensor:

@@ -66,7 +66,7 @@ class LanguageModel(Stack):
         return self.embedding(items) * (0.5 * self.embedding.embedding_dim**0.5)  # at 1 they would drown what heads add
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None, mask: Given = "own") -> Tensor:
-        """For each token, the logits of the one that follows: (B, N) whole numbers → (B, N, vocabulary)."""
+        """For each token, the logits of the one that follows: (B, N) integers → (B, N, vocabulary)."""
         return linear(self.contextualise(tokens, caches, mask), self.embedding.weight)
 
     def loss(self, tokens: Tensor) -> Tensor:

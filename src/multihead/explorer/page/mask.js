@@ -27,7 +27,7 @@ export function parseMask(text) {
     throw wrong('only "documents:…" to be joined, with "+causal"');
   }
   const numbers = parts.map(whole);
-  if (kind !== "drawn" && numbers.some(Number.isNaN)) throw wrong("whole numbers after the colon");
+  if (kind !== "drawn" && numbers.some(Number.isNaN)) throw wrong("integers after the colon");
   switch (kind) {
     case "none":
       if (parts.length) throw wrong('"none" alone');
