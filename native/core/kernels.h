@@ -32,11 +32,11 @@ struct Kernels {
   index (*backward_scratch)(const Plan&);
   void (*backward_queries)(const Gradients&, const Task&, void* scratch);
   void (*backward_keys)(const Gradients&, const Task&, void* scratch);
-  index (*look_scratch)(const Looking&, index bins);
-  void (*look_weights)(const Looking&, const Task&, void* scratch);
-  void (*look_map)(const Looking&, const Task&, void* scratch);  // a task's rows are bins of queries
-  index (*received_scratch)(const Looking&);
-  void (*received)(const Looking&, const Task&, void* scratch);
+  index (*look_scratch)(const Recompute&, index bins);
+  void (*look_weights)(const Recompute&, const Task&, void* scratch);
+  void (*look_map)(const Recompute&, const Task&, void* scratch);  // a task's rows are bins of queries
+  index (*received_scratch)(const Recompute&);
+  void (*received)(const Recompute&, const Task&, void* scratch);
   // Outputs [first, last) of a few rows, whose y lie one behind the other in one head, or of `lanes` rows from `row`
   // on. `packed`: the call before, in the same scratch, was of the same rows of x.
   index (*linear_few_scratch)(const Linear&);

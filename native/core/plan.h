@@ -107,7 +107,7 @@ struct Bins {
 
 // Weights of a plan whose state is `given`, or what they add up to; each of the plan's number type, and null where not
 // wanted. `out` is not needed, and V is 0.
-struct Looking {
+struct Recompute {
   Plan plan;
   View weights;              // (B,H,Q,K); only what may be seen is written, and the rest is left as it is
   void* received = nullptr;  // (B,H,K) contiguous: the sum over queries

@@ -19,7 +19,7 @@ class Look {
   static constexpr int W = A::W, Lanes = A::NR * A::W;
 
   // `bins`: rows of the picture that a task may have.
-  static index scratch_bytes(const Looking& look, index bins) {
+  static index scratch_bytes(const Recompute& look, index bins) {
     const Sizes& s = look.plan.sizes;
     const index strips = block_rows<A>(s) / Lanes;
     const index numbers = strips * Lanes * (s.D + 2) + tile_keys * (3 * Lanes + s.D) + W * row_width(s);
@@ -28,18 +28,18 @@ class Look {
   }
 
   // Weights of the task's rows and keys into `look.weights`.
-  static void write(const Looking& look, const Task& task, void* scratch) {
+  static void write(const Recompute& look, const Task& task, void* scratch) {
     Look own(look, task.b, task.g, scratch);
     own.sweep(task);
   }
 
   // Bins [task.row, task.row + task.rows) of the queries, all of the keys, into `look.map`.
-  static void pool(const Looking& look, const Task& task, void* scratch) {
+  static void pool(const Recompute& look, const Task& task, void* scratch) {
     Look(look, task.b, task.g, scratch).pool_bins(task.row, task.row + task.rows);
   }
 
  private:
-  const Looking& look;
+  const Recompute& look;
   const Plan& plan;
   const index b, g;
   Arena arena;
@@ -51,7 +51,7 @@ class Look {
   index k_stride;
   T unit;
 
-  Look(const Looking& l, index b_, index g_, void* scratch)
+  Look(const Recompute& l, index b_, index g_, void* scratch)
       : look(l),
         plan(l.plan),
         b(b_),

@@ -19,7 +19,7 @@ class Received {
   static constexpr int W = A::W, Lanes = A::NR * A::W;
   static constexpr index stretch = 16;  // weights added up as they are; then the sum goes to a double
 
-  static index scratch_bytes(const Looking& look) {
+  static index scratch_bytes(const Recompute& look) {
     const Sizes& s = look.plan.sizes;
     const index strips = block_rows<A>(s) / Lanes;
     const index numbers = strips * Lanes * s.D + tile_rows * (Lanes + s.D) + W * row_width(s);
@@ -27,7 +27,7 @@ class Received {
            (2 * strips + 4) * 64;
   }
 
-  static void run(const Looking& look, const Task& task, void* scratch) { Received(look, task, scratch).sweep(); }
+  static void run(const Recompute& look, const Task& task, void* scratch) { Received(look, task, scratch).sweep(); }
 
  private:
   struct Piece {
@@ -37,7 +37,7 @@ class Received {
     double* sum;  // (lanes): many small terms
   };
 
-  const Looking& look;
+  const Recompute& look;
   const Plan& plan;
   const Task& task;  // key, keys: the block of keys
   Piece* pieces;
@@ -46,7 +46,7 @@ class Received {
   index q_stride;
   T unit;
 
-  Received(const Looking& l, const Task& t, void* scratch) : look(l), plan(l.plan), task(t) {
+  Received(const Recompute& l, const Task& t, void* scratch) : look(l), plan(l.plan), task(t) {
     const Sizes& s = plan.sizes;
     Arena arena{static_cast<char*>(scratch)};
     scores = arena.take<T>(tile_rows * Lanes);

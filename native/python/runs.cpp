@@ -111,27 +111,27 @@ void run_backward(AttentionCall& call, int threads, const std::string& isa, cons
 }
 
 void run_look(AttentionCall& call, int threads, const std::string& isa, const nb::kwargs& named) {
-  Looking looking;
-  looking.plan = call.plan;
-  const Sizes& s = looking.plan.sizes;
-  const Number exact = wide(looking.plan.type);
+  Recompute recompute;
+  recompute.plan = call.plan;
+  const Sizes& s = recompute.plan.sizes;
+  const Number exact = wide(recompute.plan.type);
   Into into(named);
-  looking.plan.given = into.whole("given", {s.B, s.H, s.Q, 2}, exact);
-  looking.weights = into.rows("weights", {s.B, s.H, s.Q, s.K}, exact);
-  looking.received = into.whole("received", {s.B, s.H, s.K}, exact);
-  if (const nb::handle largest = into("largest")) looking.largest = nb::cast<bool>(largest);
+  recompute.plan.given = into.whole("given", {s.B, s.H, s.Q, 2}, exact);
+  recompute.weights = into.rows("weights", {s.B, s.H, s.Q, s.K}, exact);
+  recompute.received = into.whole("received", {s.B, s.H, s.K}, exact);
+  if (const nb::handle largest = into("largest")) recompute.largest = nb::cast<bool>(largest);
   if (const nb::handle map = into("map")) {
     const nb::object shape = map.attr("shape");
-    looking.height = nb::cast<index>(shape[nb::int_(2)]), looking.width = nb::cast<index>(shape[nb::int_(3)]);
-    if (looking.height < 1 || looking.width < 1) refuse("a map needs a height and a width of at least 1");
-    looking.map = fitting(map, "map", {s.B, s.H, looking.height, looking.width}, exact, 0).data;
+    recompute.height = nb::cast<index>(shape[nb::int_(2)]), recompute.width = nb::cast<index>(shape[nb::int_(3)]);
+    if (recompute.height < 1 || recompute.width < 1) refuse("a map needs a height and a width of at least 1");
+    recompute.map = fitting(map, "map", {s.B, s.H, recompute.height, recompute.width}, exact, 0).data;
   }
   into.done();
   if (s.V) refuse("a look has no values: expected v to be None");
-  if (s.B * s.H * s.Q > 0 && !looking.plan.given) refuse("given is missing");
+  if (s.B * s.H * s.Q > 0 && !recompute.plan.given) refuse("given is missing");
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
-  look(looking, chosen, threads);
+  look(recompute, chosen, threads);
 }
 
 void run_whole_layer(LayerCall& call, nb::handle y, int threads, const std::string& isa) {

@@ -5,7 +5,7 @@
 
 namespace multihead {
 
-// Throws std::bad_alloc, and nothing else. The plan must be valid: python/bindings.cpp refuses any other.
+// Throws std::bad_alloc, and nothing else. The plan must be valid: python/calls.cpp refuses any other.
 void attend(const Plan& plan, const Isa& isa, int threads);
 
 }  // namespace multihead

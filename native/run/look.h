@@ -6,6 +6,6 @@
 namespace multihead {
 
 // Each thing that is wanted is one pass over the scores. Throws std::bad_alloc, and nothing else.
-void look(const Looking& looking, const Isa& isa, int threads);
+void look(const Recompute& recompute, const Isa& isa, int threads);
 
 }  // namespace multihead
