@@ -1,4 +1,4 @@
-"""The command line: `multihead show | explore | shapes | doctor | train | info`."""
+"""The command line: `multihead show | explore | shapes | doctor | bench | train | info`."""
 
 import os
 import platform
