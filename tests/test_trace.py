@@ -10,6 +10,7 @@ from rich.console import Console
 
 import multihead as mh
 from multihead import draw, steps
+from multihead.layer.call import Inside
 
 WORDS = ["I", "love", "pepperoni", "pizza"]
 
@@ -60,7 +61,7 @@ def test_a_trace_is_detached_and_leaves_nothing_behind() -> None:
     t = mh.trace(layer, torch.randn(5, 12, requires_grad=True))
     assert not any(tensor.requires_grad for tensor in t.values())
     assert layer._taps == ()
-    assert layer._inside is None
+    assert layer.inside is Inside.NOTHING
     with pytest.raises(ValueError, match="E=12"):
         mh.trace(layer, torch.randn(5, 13))
     assert layer._taps == ()

@@ -3,6 +3,7 @@
 x is the same on all ranks, and so is the output: one sum in the forward pass, one in the backward pass.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from multihead.cache import Cache, ContextCache
 from multihead.distributed.agree import agree
 from multihead.distributed.attention import draw_seed
 from multihead.distributed.blocks import cut_heads, cut_scores
@@ -21,6 +21,7 @@ from multihead.distributed.styles import HeadColumns, HeadRows, Shard, SharedNor
 from multihead.distributed.ulysses import attend_all
 from multihead.distributed.wire import Wire
 from multihead.layer import MultiHeadAttention
+from multihead.layer.call import LayerCall
 from multihead.lens import Lens
 from multihead.masks import Mask, as_mask
 from multihead.masks.intervals import Visible
@@ -46,44 +47,22 @@ class HeadsSharded(MultiHeadAttention):
         per_head = bias is not None and bias.dim() >= 3 and bias.shape[-3] == self.sizes.H
         return cut_scores(bias, None, None, self.own_heads) if per_head else bias
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        mask: Mask | Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        context_positions: Tensor | None = None,
-        cache: Cache | ContextCache | None = None,
-        lengths: Tensor | list[int] | None = None,
-        bias: Tensor | None = None,
-        values: Tensor | None = None,
-        backend: str | None = None,
-    ) -> Tensor:
+    def run(self, call: LayerCall) -> Tensor:
         """As the layer's, with the same arguments on all ranks; masks and biases of all heads are cut."""
+        x, context, values, bias = call.x, call.context, call.values, call.bias
         wire, s, dropout = self.heads_wire, self.sizes, self.dropout if self.training else 0.0
         m = x.shape[-2] if context is None else context.shape[-2]
         options = (self.scale, self.softcap, dropout, self.sinks is None, bias is None, str(self.rope))
         grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
-        same = {"mask": as_mask(mask), "options": options, "gradient": grad}
+        same = {"mask": as_mask(call.mask), "options": options, "gradient": grad}
         sizes = {"B": x.shape[0] if x.dim() == 3 else 1, "H": s.H, "G": s.G, "D": s.D, "V": s.V}
         seed = draw_seed(dropout)
         self.seed = agree(wire, "heads", x.shape[-2], m, sizes, x.dtype, same, x.device, seed, slices=False).seed
         if torch.is_grad_enabled():
             x = ToRanks.apply(x, wire)
             context, values = (None if t is None else ToRanks.apply(t, wire) for t in (context, values))
-        return super().forward(
-            x,
-            context,
-            self.cut_heads(as_mask(mask)),
-            positions=positions,
-            context_positions=context_positions,
-            cache=cache,
-            lengths=lengths,
-            bias=self.cut_bias(bias),
-            values=values,
-            backend=backend,
-        )
+        mask = self.cut_heads(as_mask(call.mask))
+        return super().run(replace(call, x=x, context=context, mask=mask, bias=self.cut_bias(bias), values=values))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, **options: Any) -> Tensor:  # type: ignore[override]
         """Steps 3 and 4 of this rank's heads."""
@@ -93,12 +72,12 @@ class HeadsSharded(MultiHeadAttention):
         call = Call(visible, options["scale"], options["softcap"], dropout, self.seed, backend, self.first_head)
         return attend_all(call, q, k, v, sinks, bias, (0, q.shape[2]))
 
-    def look(self, x: Tensor, context: Tensor | None = None, mask: Mask | Tensor | None = None, **more: Any) -> Lens:
+    def look_at(self, call: LayerCall) -> Lens:
         """A lens on the weights of all heads, the same on every rank; every rank has to call it."""
-        per_head, bias = as_mask(mask), more.get("bias")
-        if self.cut_heads(per_head) is not per_head or self.cut_bias(bias) is not bias:
+        mask, bias = as_mask(call.mask), call.bias
+        if self.cut_heads(mask) is not mask or self.cut_bias(bias) is not bias:
             raise ValueError("mask or bias differs by head: a lens on sharded heads expects one for all heads")
-        return super().look(x, context, mask, **more)
+        return super().look_at(call)
 
     def lens(self, q: Tensor, k: Tensor, visible: Visible, **options: Any) -> Lens:  # type: ignore[override]
         """A lens on the heads of all ranks."""

@@ -4,7 +4,7 @@ The layer's projections, norms, RoPE, hooks and edits work on the slice as they 
 treat each position alike; only steps 3 and 4 need the others. Positions and masks are those of the whole sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from multihead.distributed.heads import HeadsSharded
 from multihead.distributed.schedule import slices
 from multihead.distributed.wire import Wire
 from multihead.layer import MultiHeadAttention
+from multihead.layer.call import Inside, LayerCall
 from multihead.lens import Lens
 from multihead.masks import Mask, as_mask
 from multihead.masks.intervals import Frame, Visible
@@ -54,60 +55,26 @@ class SequenceSharded(MultiHeadAttention):
 
     sharding: Sharding
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        mask: Mask | Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        context_positions: Tensor | None = None,
-        cache: Cache | ContextCache | None = None,
-        lengths: Tensor | list[int] | None = None,
-        bias: Tensor | None = None,
-        values: Tensor | None = None,
-        backend: str | None = None,
-    ) -> Tensor:
+    def run(self, call: LayerCall) -> Tensor:
         """As the layer's, for a slice of x (context, values) on each rank; the mask is that of the whole sequence."""
-        if self._inside is not None:
+        if self.inside is not Inside.NOTHING:
             raise ValueError("scores, masked and weights are patched or traced: a rank of a sharded sequence has none")
-        whole, where = self._open(x, context, mask, positions, context_positions, cache, lengths, bias)
-        return super().forward(x, context, whole, cache=cache, bias=bias, values=values, backend=backend, **where)
+        return super().run(self._open(call))
 
-    def look(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        mask: Mask | Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        context_positions: Tensor | None = None,
-        cache: Cache | ContextCache | None = None,
-        lengths: Tensor | list[int] | None = None,
-        bias: Tensor | None = None,
-    ) -> Lens:
+    def look_at(self, call: LayerCall) -> Lens:
         """A lens on the weights of the whole sequence, the same on every rank; every rank has to call it.
 
         The queries and keys of all ranks are gathered, so it takes memory for the whole sequence, but not for weights.
         """
-        if isinstance(cache, SpreadCache):
+        if isinstance(call.cache, SpreadCache):
             raise ValueError("a lens on a spread cache is not offered: look at the whole sequence without a cache")
-        whole, where = self._open(x, context, mask, positions, context_positions, cache, lengths, bias)
-        return super().look(x, context, whole, cache=cache, bias=bias, **where)
+        return super().look_at(self._open(call))
 
-    def _open(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Tensor | None,
-        context_positions: Tensor | None,
-        cache: Cache | ContextCache | None,
-        lengths: Tensor | list[int] | None,
-        bias: Tensor | None,
-    ) -> tuple[OfTheWhole, dict[str, Tensor | None]]:
-        """Agree with the other ranks: the mask for the layer, and where the tokens of the slices stand."""
-        if lengths is not None:
+    def _open(self, call: LayerCall) -> LayerCall:
+        """Agree with the other ranks: the call of the layer on this slice, with its mask and where its tokens stand."""
+        x, context, cache = call.x, call.context, call.cache
+        positions, context_positions = call.positions, call.context_positions
+        if call.lengths is not None:
             raise ValueError(
                 "lengths= counts tokens of one slice: expected mask=Padding(lengths) of the whole sequence"
             )
@@ -118,7 +85,7 @@ class SequenceSharded(MultiHeadAttention):
         n = x.shape[-2]
         m = cache.k.shape[2] if isinstance(cache, ContextCache) else n if context is None else context.shape[-2]
         decoding = isinstance(cache, SpreadCache) and not cache.filling
-        agreed = self._agree(x, n, m, as_mask(mask), bias, slices=not decoding, decoding=decoding)
+        agreed = self._agree(x, n, m, as_mask(call.mask), call.bias, slices=not decoding, decoding=decoding)
         if self.rope is not None and not decoding:
             first = slices(agreed.queries)[self.sharding.wire.rank][0]
             if positions is None:
@@ -127,10 +94,10 @@ class SequenceSharded(MultiHeadAttention):
                 first = slices(agreed.keys)[self.sharding.wire.rank][0]
                 context_positions = torch.arange(first, first + m, device=x.device)
         spread = cache if decoding and isinstance(cache, SpreadCache) else None
-        mask = as_mask(mask)
+        mask = as_mask(call.mask)
         mask = self.cut_heads(mask) if isinstance(self, HeadsSharded) else mask
-        where = {"positions": positions, "context_positions": context_positions}
-        return OfTheWhole(mask, agreed, spread), where
+        whole = OfTheWhole(mask, agreed, spread)
+        return replace(call, mask=whole, positions=positions, context_positions=context_positions)
 
     def _agree(
         self, x: Tensor, n: int, m: int, mask: Mask | None, bias: Tensor | None, slices: bool, decoding: bool

@@ -39,7 +39,7 @@ def contributions(layer: MultiHeadAttention, x: Tensor, *args: Any, **call: Any)
 
     if isinstance(call.get("cache"), Cache):
         call["cache"] = call["cache"].fork()
-    with tapped(layer, keep, inside=None), torch.no_grad():
+    with tapped(layer, keep), torch.no_grad():
         layer(x, *args, **call)
         # ‖h·W‖² = h·(W·Wᵀ)·h: the written rows, H times as large as the output, are never made.
         w = layer.w_o.double()  # (H, V, E)

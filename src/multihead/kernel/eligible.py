@@ -3,7 +3,8 @@
 A call that goes straight leaves torch: nothing records it, traces it or sees it pass. So whoever could notice is a
 reason against it: a gradient, a compiler or tracer, a mode, torch.func, autocast, a hook; and so is a tensor that is
 not what its address says: a subclass, another device, layout or dtype, a negative bit, a storage that was freed or is
-too small. The cheapest reasons come first, and every tensor of the call is looked at, in C++ (native/python/tensors.cpp).
+too small. The cheapest reasons come first, and every tensor of the call is looked at, in C++
+(native/python/tensors.cpp).
 
 What is not eligible goes through torch: attention through the operators that torch can trace and differentiate, a
 projection through its module, a lens tile by tile. A reason says why, and `mh.explain` repeats it.

@@ -8,7 +8,7 @@ a layer sharded by heads works as it is.
 Longer than other files because its arguments are explained where they are given.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from multihead import steps
 from multihead.attention import attend, modules_watched, prepare
 from multihead.cache import Cache, ContextCache
-from multihead.call import Arguments, Reason, without_autocast
+from multihead.call import Arguments, without_autocast
 from multihead.kernel import eligible
 from multihead.kernel import layer as in_one_call
 from multihead.kernel.linear import project
+from multihead.layer.call import Inside, LayerCall
 from multihead.layer.checks import (
     brings_its_weights,
     check_call,
@@ -35,25 +36,6 @@ from multihead.masks import Mask, Window, as_mask, lower
 from multihead.masks.intervals import Frame, Visible
 from multihead.positions import RoPE
 from multihead.sizes import Sizes, check_floating, check_numbers
-
-INSIDE = ("scores", "masked", "weights")  # what a fused kernel never holds
-
-
-@dataclass
-class _Asked:
-    """What one call of the layer was given."""
-
-    x: Tensor
-    context: Tensor | None
-    mask: Mask | Tensor | None
-    positions: Tensor | None
-    context_positions: Tensor | None
-    cache: Cache | ContextCache | None
-    lengths: Tensor | list[int] | None
-    bias: Tensor | None
-    values: Tensor | None
-    backend: str | None
-    watched: Reason | None  # why the projections may not be bypassed
 
 
 class MultiHeadAttention(nn.Module):
@@ -129,7 +111,7 @@ class MultiHeadAttention(nn.Module):
             self.rope.frequencies(s.D)  # refuses a width that it cannot turn
         self.softcap, self.dropout = softcap, dropout
         self.scale = s.D**-0.5 if scale is None else scale
-        self._taps: tuple[tuple[steps.Tap, str | None], ...] = ()  # what `edit` and `trace` hang in, and see `_inside`
+        self._taps: tuple[tuple[steps.Tap, Inside], ...] = ()  # of `edit` and `trace`
         self._met: tuple[Visible, Mask | Tensor | None] | None = None  # for taps: what queries see, by which mask of x
         self.reset_parameters()
 
@@ -220,24 +202,29 @@ class MultiHeadAttention(nn.Module):
             output = in_one_call.layer(self, x, context, mask)
             if isinstance(output, Tensor):
                 return output
-        asked = _Asked(x, context, mask, positions, context_positions, cache, lengths, bias, values, backend, watched)
+        given = (x, context, mask, positions, context_positions, cache, lengths, bias, values, backend, watched)
+        return self.run(LayerCall(*given))
+
+    def run(self, call: LayerCall) -> Tensor:
+        """`forward`, of a call that was not answered in one go."""
+        cache = call.cache
         if not isinstance(cache, Cache) or torch.compiler.is_compiling():
-            return self._seven_steps(asked)
+            return self._seven_steps(call)
         before = cache.mark()
         try:
-            return self._seven_steps(asked)
+            return self._seven_steps(call)
         except Exception:
             cache.back_to(before)  # a call that fails leaves the cache as it was
             raise
 
-    def _seven_steps(self, asked: _Asked) -> Tensor:
-        q_heads, k_heads, v_heads, visible = self._project_and_split(asked)  # steps 1 and 2
-        heads = self._score_and_mix(q_heads, k_heads, v_heads, visible, asked.bias, asked.backend)  # steps 3 and 4
+    def _seven_steps(self, call: LayerCall) -> Tensor:
+        q_heads, k_heads, v_heads, visible = self._project_and_split(call)  # steps 1 and 2
+        heads = self._score_and_mix(q_heads, k_heads, v_heads, visible, call.bias, call.backend)  # steps 3 and 4
         heads = self._tap("heads", heads)
         transposed = self._tap("transposed", steps.transpose_back(heads))  # step 5: (B, N, H, V)
         merged = self._tap("merged", steps.concatenate(transposed))  # step 6: (B, N, H·V)
-        output = self._tap("output", project(self.o_proj, merged, asked.watched))  # step 7: (B, N, E)
-        return output if asked.x.dim() == 3 else output[0]
+        output = self._tap("output", project(self.o_proj, merged, call.watched))  # step 7: (B, N, E)
+        return output if call.x.dim() == 3 else output[0]
 
     def _wants_gradient(self, *given: Tensor | None) -> bool:
         if not torch.is_grad_enabled():
@@ -261,29 +248,35 @@ class MultiHeadAttention(nn.Module):
 
         A cache is read as if the tokens of `x` joined it, and stays as it was; the lens has a copy of the keys.
         """
-        if self._inside == "change":
+        given = (x, context, mask, positions, context_positions, cache, lengths, bias)
+        return self.look_at(LayerCall(*given, watched=modules_watched()))
+
+    def look_at(self, call: LayerCall) -> Lens:
+        """`look`, of a call."""
+        if self.inside is Inside.CHANGE:
             raise ValueError("scores, masked or weights are patched: a lens knows only what q and k make of them")
-        cache = cache.fork() if isinstance(cache, Cache) else cache
-        watched = modules_watched()
-        asked = _Asked(x, context, mask, positions, context_positions, cache, lengths, bias, None, None, watched)
-        q, k, _, visible = self._project_and_split(asked)
-        lens = self.lens(q, k, visible, scale=self.scale, softcap=self.softcap, sinks=self.sinks, bias=bias)
-        here = cache is None and self.lens is look  # all that q and k were made of is at hand
-        lens.origin = in_terms_of_x(self, x, context, positions, context_positions) if here else Origin(self.rope)
+        if isinstance(call.cache, Cache):
+            call = replace(call, cache=call.cache.fork())
+        q, k, _, visible = self._project_and_split(call)
+        lens = self.lens(q, k, visible, scale=self.scale, softcap=self.softcap, sinks=self.sinks, bias=call.bias)
+        if call.cache is None and self.lens is look:  # all that q and k were made of is at hand
+            lens.origin = in_terms_of_x(self, call.x, call.context, call.positions, call.context_positions)
+        else:
+            lens.origin = Origin(self.rope)
         return lens
 
-    def _project_and_split(self, asked: _Asked) -> tuple[Tensor, Tensor, Tensor, Visible]:
+    def _project_and_split(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, Visible]:
         """Steps 1 and 2: queries, keys and values, head by head, and which keys each query may see."""
-        x, context, values, cache, mask = asked.x, asked.context, asked.values, asked.cache, asked.mask
-        check_call(x, context, cache, asked.context_positions, self.sizes, self.q_proj)
+        x, context, values, cache, mask = call.x, call.context, call.values, call.cache, call.mask
+        check_call(x, context, cache, call.context_positions, self.sizes, self.q_proj)
         check_values(values, x, context, cache, self.sizes, self.v_proj)
         if x.dim() == 2:
             x = x[None]
             context, values = (t[None] if t is not None and t.dim() == 2 else t for t in (context, values))
-        real = check_lengths(asked.lengths, x, context, cache)
-        q = project(self.q_proj, x, asked.watched)  # step 1
+        real = check_lengths(call.lengths, x, context, cache)
+        q = project(self.q_proj, x, call.watched)  # step 1
         q = self._tap("q", q.unflatten(-1, (-1, self.sizes.D)))  # (B, N, H, D)
-        positions = self._positions("positions", asked.positions, x, cache.length if isinstance(cache, Cache) else 0)
+        positions = self._positions("positions", call.positions, x, cache.length if isinstance(cache, Cache) else 0)
         q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
 
         if isinstance(cache, ContextCache):
@@ -291,7 +284,7 @@ class MultiHeadAttention(nn.Module):
             cache.check(x.shape[0], self.sizes)
             frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
         else:
-            k_heads, v_heads = self._keys_and_values(x, context, values, positions, asked)
+            k_heads, v_heads = self._keys_and_values(x, context, values, positions, call)
             if cache is not None:
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
                 k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
@@ -312,7 +305,7 @@ class MultiHeadAttention(nn.Module):
         context: Tensor | None,
         values: Tensor | None,
         positions: Tensor | None,
-        asked: _Asked,
+        call: LayerCall,
     ) -> tuple[Tensor, Tensor]:
         """Steps 1 and 2 for k and v."""
         if context is None:
@@ -323,9 +316,9 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"context has shape {tuple(context.shape)}: expected (B,K,C) with B={x.shape[0]}, as x"
                 )
-            source, where = context, self._positions("context_positions", asked.context_positions, context, 0)
-        k = project(self.k_proj, source, asked.watched)  # step 1
-        v = project(self.v_proj, source if values is None else values, asked.watched)
+            source, where = context, self._positions("context_positions", call.context_positions, context, 0)
+        k = project(self.k_proj, source, call.watched)  # step 1
+        v = project(self.v_proj, source if values is None else values, call.watched)
         k = self._tap("k", k.unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
         v = self._tap("v", v.unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
         return self._turn(k, self.k_norm, where), steps.split(v)  # (B, G, K, D), (B, G, K, V)
@@ -343,13 +336,13 @@ class MultiHeadAttention(nn.Module):
         """Steps 3 and 4, in one kernel unless a tap wants to change what is inside."""
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "bias": bias}
         dropout = self.dropout if self.training else 0.0
-        if self._inside == "change":
+        if self.inside is Inside.CHANGE:
             if backend not in (None, "reference"):
                 raise ValueError(
                     f"backend={backend!r}: scores, masked and weights are patched, which only reference takes"
                 )
             return self._written_out(q, k, v, visible, options, dropout)
-        if self._inside == "watch":  # the kernel that runs is the one that would have run unwatched
+        if self.inside is Inside.WATCH:  # the kernel that runs is the one that would have run unwatched
             self._written_out(q, k, v, visible, options, 0.0)
         return self.attend(q, k, v, visible, dropout=dropout, backend=backend, **options)  # type: ignore[return-value]
 
@@ -421,10 +414,10 @@ class MultiHeadAttention(nn.Module):
         )
 
     @property
-    def _inside(self) -> str | None:
-        """What taps do to scores, masked and weights: "change" them, only "watch" them, or nothing."""
-        wanted = [inside for _, inside in self._taps if inside is not None]
-        return "change" if "change" in wanted else "watch" if wanted else None
+    def inside(self) -> Inside:
+        """What taps do to scores, masked and weights."""
+        wanted = [inside for _, inside in self._taps if inside is not Inside.NOTHING]
+        return Inside.NOTHING if not wanted else Inside.CHANGE if Inside.CHANGE in wanted else Inside.WATCH
 
     def _tap(self, name: str, t: Tensor) -> Tensor:
         for tap, _ in self._taps:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from multihead import steps
-from multihead.layer import INSIDE, MultiHeadAttention
+from multihead.layer import MultiHeadAttention
+from multihead.layer.call import INSIDE, Inside
 from multihead.masks import Joined, Mask, Padding, check_broadcast
 from multihead.masks.intervals import Visible
 
@@ -15,17 +16,13 @@ NAMES = ("q", "k", "v", "q_heads", "k_heads", "v_heads", *INSIDE, "heads", "tran
 
 
 @contextmanager
-def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: str | None) -> Iterator[None]:
-    """Show every intermediate of `layer` to `tap`, which may change it.
-
-    What a fused kernel never holds is made for it only if `inside` is "watch" (beside the kernel, changes do nothing)
-    or "change" (in its place).
-    """
+def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: Inside = Inside.NOTHING) -> Iterator[None]:
+    """Show every intermediate of `layer` to `tap`, which may change it; `inside`: what it does to those of `INSIDE`."""
     layer._taps = (*layer._taps, (tap, inside))
     try:
         yield
     finally:  # this tap only: blocks that overlap may end in any order
-        layer._taps = tuple(hung for hung in layer._taps if hung[0] is not tap)
+        layer._taps = tuple(other for other in layer._taps if other[0] is not tap)
         layer._met = None
 
 
@@ -54,7 +51,7 @@ def patch(layer: MultiHeadAttention, name: str, fn: Callable[[Tensor], Tensor]) 
             raise ValueError(f"the patch of {name!r} gave {what}: expected a tensor of shape {tuple(t.shape)}")
         return changed
 
-    with tapped(layer, tap, inside="change" if name in INSIDE else None):
+    with tapped(layer, tap, Inside.CHANGE if name in INSIDE else Inside.NOTHING):
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from multihead.layer import MultiHeadAttention
+from multihead.layer.call import Inside
 from multihead.layer.edit import tapped
 from multihead.layer.picture import render, to_text
 from multihead.masks import Mask
@@ -173,7 +174,7 @@ def trace(
         seen[name] = t.detach()
         return t
 
-    with tapped(layer, record, inside="watch"):
+    with tapped(layer, record, Inside.WATCH):
         layer(x, context, mask, **call)
     tensors = {"x": x.detach()} | ({} if context is None else {"context": context.detach()})
     for step in STEPS:
