@@ -6,6 +6,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import multihead
 
 SOURCE = Path(multihead.__file__).parent
@@ -39,7 +41,7 @@ ROOMS = [
     "__main__",
 ]
 RANK = {room: row for row, room in enumerate(ROOMS)}
-EXCEPTIONS: set[tuple[str, str]] = set()  # (file, room) that may import upwards, when it is called
+EXCEPTIONS = {("layer.trace", "explorer")}  # (file, room): it may import upwards, when it is called
 
 
 def module_name(path: Path) -> str:
@@ -125,5 +127,28 @@ def test_import_needs_no_optional_dependency() -> None:
         "starlette",
         "uvicorn",
     ]
-    script = f"import sys\nfor name in {blocked}: sys.modules[name] = None\nimport multihead\nassert 'typer' not in sys.modules"
+    script = (
+        f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
+        "import multihead\nfor name in multihead.__all__: getattr(multihead, name)\n"
+        "assert 'typer' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.argv[0] = 'multihead'; import multihead.cli; multihead.cli.main()"
+    )
+    for option in ("--help", "--version", "show"):
+        arguments = [option] if option != "show" else ["show", "--help"]
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "multihead" in done.stdout
+
+
+def test_every_public_name_is_found_where_it_is_said_to_live() -> None:
+    for name in multihead.__all__:
+        assert getattr(multihead, name) is not None
+    assert set(multihead.__all__) <= set(dir(multihead))
+    with pytest.raises(AttributeError, match="no attribute 'attendd'"):
+        _ = multihead.attendd

@@ -7,18 +7,15 @@ import sys
 import zlib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 import multihead as mh
-from multihead import kernel
-from multihead.attention import BACKENDS
-from multihead.kernel.layer import reach
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
 
 WIDEST = 2**14  # E of the widest models: four matrices of 1 GiB each
 LAST_SEED = 2**63 - 1
@@ -37,9 +34,17 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, FileNotFoundError) as error:
+        from rich.text import Text
+
         message = Text("error: ", "red").append(_as_typed(str(error)), "default")
-        Console(stderr=True, highlight=False).print(message, soft_wrap=True)
+        _console(stderr=True).print(message, soft_wrap=True)
         sys.exit(2)
+
+
+def _console(stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
 
 
 def _as_typed(message: str) -> str:
@@ -100,7 +105,7 @@ def show(
     One screen, or with --all every step with its numbers; a Hugging Face model is shown whole.
     --tokens, --width, --heads, --head-dim, --mask and --seed are for --example, a layer with random weights.
     """
-    console = Console(highlight=False)
+    console = _console()
     if example:
         _show_example(console, what, tokens, width or 1024, heads or 8, head_dim, mask or MaskName.causal, seed or 0)
         return
@@ -116,7 +121,7 @@ def show(
 
 
 def _show_example(
-    console: Console,
+    console: "Console",
     text: str,
     tokens: int | None,
     width: int,
@@ -132,6 +137,8 @@ def _show_example(
     if tokens is not None and tokens > len(words):
         raise ValueError(f"--tokens={tokens}: the text has only {len(words)} words")
     words = words[:tokens]
+    import torch
+
     torch.manual_seed(seed)
     layer = mh.MultiHeadAttention(width, heads=heads, head_dim=head_dim).eval()
     x = torch.stack([_vector(word, width, seed) for word in words])  # (N, E)
@@ -141,8 +148,10 @@ def _show_example(
     console.print(trace)
 
 
-def _vector(word: str, width: int, seed: int) -> torch.Tensor:
+def _vector(word: str, width: int, seed: int) -> "Tensor":
     """The same word has the same vector, wherever it stands."""
+    import torch
+
     return torch.randn(width, generator=torch.Generator().manual_seed(zlib.crc32(word.encode()) + seed))
 
 
@@ -170,7 +179,7 @@ def explore(
     """
     from multihead.explorer.launch import launch
 
-    console = Console(highlight=False)
+    console = _console()
     launch(
         console, model=model, text=text, sample=sample, layer=layer, save=save, port=port, host=host, browser=browser
     )
@@ -189,6 +198,8 @@ def shapes(
     bias: Annotated[bool, typer.Option(help="Whether the projections have biases.")] = True,
 ) -> None:
     """Every parameter and every intermediate of a layer: its shape, its parameters, its floating-point operations."""
+    from rich.table import Table
+
     sizes = mh.Sizes.of(width, heads, kv_heads, head_dim, value_dim, context_dim)
     rows = list(sizes.shapes(tokens, context, bias))
     title = f"E={sizes.E} H={sizes.H} G={sizes.G} D={sizes.D} V={sizes.V} C={sizes.C}, N={tokens} items"
@@ -207,7 +218,7 @@ def shapes(
         shape = f"({', '.join(map(str, row.shape))}{',' if len(row.shape) == 1 else ''})"
         counts = (f"{count:,}" if count else "" for count in (row.parameters, row.flops))
         table.add_row(step, row.name, shape, *counts, style="green" if row.parameters else "")
-    Console(highlight=False).print(table)
+    _console().print(table)
 
 
 class DoctorMask(StrEnum):
@@ -278,7 +289,7 @@ def doctor(
     if json:
         typer.echo(report.json())
     else:
-        Console(highlight=False).print(report)
+        _console().print(report)
     raise typer.Exit(report.exit_status)
 
 
@@ -328,13 +339,20 @@ def train(
     if kind is Kind.vit and repeats is not None:
         raise ValueError(f"--repeats={repeats} is for text: expected it with lm")
     given = {name: value for name, value in options.items() if value is not None}
-    progress.run(kind.value, out, Console(highlight=False), size=size, steps=steps, seed=seed, data=data, **given)
+    progress.run(kind.value, out, _console(), size=size, steps=steps, seed=seed, data=data, **given)
 
 
 @app.command()
 def info() -> None:
     """What this machine has, which backends there are, and which one runs what."""
-    console = Console(highlight=False)
+    import torch
+    from rich.table import Table
+
+    from multihead import kernel
+    from multihead.attention import BACKENDS
+    from multihead.kernel.layer import reach
+
+    console = _console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

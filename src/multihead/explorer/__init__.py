@@ -12,7 +12,7 @@ from torch import nn
 from multihead.explorer.export import single_file, write
 from multihead.explorer.session import Session
 from multihead.explorer.subjects import of_model
-from multihead.layer.trace import Trace, register_page
+from multihead.layer.trace import Trace
 
 if TYPE_CHECKING:
     from multihead.explorer.serve import Running
@@ -68,11 +68,9 @@ def explore(
     return running
 
 
-def _write_trace(traced: Trace, path: str | os.PathLike) -> None:
+def write_trace(traced: Trace, path: str | os.PathLike) -> None:
+    """What `Trace.html` does."""
     from multihead.explorer.given import Recorded
 
     session = Session([Recorded(traced)])
     write(path, single_file(session, session.first))
-
-
-register_page(_write_trace)

@@ -1,7 +1,7 @@
 """Traces: the seven steps of one call, recorded, with real shapes and numbers."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,6 @@ STEPS = (
 )
 
 
-_page_writers: list[Callable[["Trace", str | os.PathLike], None]] = []  # the explorer, which stands on traces, joins
-
-
-def register_page(write: Callable[["Trace", str | os.PathLike], None]) -> None:
-    """Let `Trace.html` call `write`."""
-    _page_writers.append(write)
-
-
 class Trace(Mapping[str, Tensor]):
     """Every intermediate of one call by name: `t["weights"]`. Print it to see the seven steps.
 
@@ -131,9 +123,9 @@ class Trace(Mapping[str, Tensor]):
 
         The four matrices in it are those that the layer has now.
         """
-        if not _page_writers:
-            raise RuntimeError("the explorer is not there: expected `import multihead`, which brings it")
-        _page_writers[-1](self, path)
+        from multihead.explorer import write_trace  # it stands on traces, and is not needed before
+
+        write_trace(self, path)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in self.items())
