@@ -1,4 +1,4 @@
-# make demo | test | fuzz | sanitize | check | bench | docs | evaluate | screenshots: each sets up its own environment first.
+# make demo | test | fuzz | sanitize | driver | arm | check | bench | docs | evaluate | screenshots: each sets up its own environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*/*)
 CXX ?= g++
 TSC := npx --yes --package typescript@5.9.3 tsc
 
-.PHONY: demo test fuzz sanitize check format bench docs evaluate screenshots clean
+.PHONY: demo test fuzz sanitize driver arm check format bench docs evaluate screenshots clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-explore
@@ -37,6 +37,36 @@ sanitize: $(VENV)/installed-dev
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 MULTIHEAD_NATIVE=$$(echo $(abspath $(CHECKED))/_native*.so) \
 	  $(BIN)/python -m pytest tests/native --numprocesses auto $(ARGS)
+
+# The core without Python, over the table of its tests, on every instruction set of this CPU.
+TABLE := build/cases.bin
+DRIVER := $(BIN)/cmake -S . -G Ninja -Wno-dev --log-level=WARNING -DMULTIHEAD_CORE=ON -DMULTIHEAD_DRIVER=ON \
+  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+driver: $(TABLE)
+	$(DRIVER) -B build/driver
+	$(BIN)/cmake --build build/driver
+	build/driver/driver $(TABLE)
+
+# The same for ARM, in an emulator. Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static
+ARM_CXX ?= aarch64-linux-gnu-g++
+QEMU ?= qemu-aarch64-static
+ifneq ($(and $(shell command -v $(ARM_CXX)),$(shell command -v $(QEMU))),)
+arm: $(TABLE)
+	$(DRIVER) -B build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(ARM_CXX) \
+	  -DCMAKE_EXE_LINKER_FLAGS=-static -DOpenMP_gomp_LIBRARY=$$($(ARM_CXX) -print-file-name=libgomp.a)
+	$(BIN)/cmake --build build/arm
+	test "$$($(QEMU) -cpu cortex-a72 build/arm/driver --list)" = "neon: portable neon"
+	test "$$($(QEMU) -cpu max build/arm/driver --list)" = "neon_bf16: portable neon neon_bf16"
+	test "$$(MULTIHEAD_ISA=neon $(QEMU) -cpu max build/arm/driver --list)" = "neon: portable neon neon_bf16"
+	$(QEMU) -cpu max build/arm/driver $(TABLE)
+else
+arm:
+	@echo "ARM was not tested: it needs $(ARM_CXX) and $(QEMU) (Debian: g++-aarch64-linux-gnu and qemu-user-static)"
+endif
+
+$(TABLE): $(VENV)/installed-dev $(wildcard tests/native/*.py)
+	mkdir -p $(@D)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/native/export.py $@
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

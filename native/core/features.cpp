@@ -1,7 +1,13 @@
 #include "core/features.h"
 
+#include <cstddef>
+
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace multihead {
@@ -54,8 +60,28 @@ const Feature* detect() {
 
 bool intel() { return false; }
 
+// Linux tells it by a bit, macOS by a name; elsewhere it is taken to be absent.
+[[maybe_unused]] bool asked([[maybe_unused]] unsigned long which, [[maybe_unused]] unsigned long bit,
+                            [[maybe_unused]] const char* name) {
+#if defined(__linux__)
+  return (getauxval(which) >> bit) & 1u;
+#elif defined(__APPLE__)
+  int found = 0;
+  std::size_t size = sizeof found;
+  return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found;
+#else
+  return false;
+#endif
+}
+
 const Feature* detect() {
-  static const Feature list[] = {{"neon", true}, {nullptr, false}};  // every AArch64 CPU has it
+  constexpr unsigned long hwcap = 16, hwcap2 = 26;  // AT_HWCAP and AT_HWCAP2
+  static const Feature list[] = {{"neon", true},    // every AArch64 CPU has it
+                                 {"asimdhp", asked(hwcap, 10, "hw.optional.arm.FEAT_FP16")},
+                                 {"asimdfhm", asked(hwcap, 23, "hw.optional.arm.FEAT_FHM")},
+                                 {"sve", asked(hwcap, 22, "hw.optional.arm.FEAT_SVE")},
+                                 {"bf16", asked(hwcap2, 14, "hw.optional.arm.FEAT_BF16")},
+                                 {nullptr, false}};
   return list;
 }
 

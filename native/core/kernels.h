@@ -56,6 +56,9 @@ extern const Isa isa_portable;
 #if defined(__x86_64__)
 extern const Isa isa_avx2, isa_avx512, isa_avx512_bf16;
 extern const Kernels avx512_f32, avx512_f64, avx512_bf16;
+#elif defined(__aarch64__)
+extern const Isa isa_neon, isa_neon_bf16;
+extern const Kernels neon_f32, neon_f64, neon_bf16;
 #endif
 
 }  // namespace multihead

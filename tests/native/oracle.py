@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,8 @@ def kept(seed: int, p: float, B: int, H: int, Q: int, K: int) -> Tensor:
 
 def one_by_one(a: Tensor, b: Tensor) -> Tensor:
     """A matrix product that rounds every operation: no fused multiply-add, no clever order."""
+    if not a.shape[-1]:
+        return torch.matmul(a, b)
     total = a[..., :0].sum(-1, keepdim=True) * b[..., :1, :].nan_to_num()
     for i in range(a.shape[-1]):
         total = total + a[..., i, None] * b[..., i, None, :]
@@ -215,32 +217,56 @@ class Judged:
     most: float
 
 
-def judge(ours: Tensor, exact: Tensor, plain: Callable[[Callable], Tensor], own: float) -> Judged:
-    """The error of `ours`: it may be twice that of `plain(product)`, and `own` more.
+@dataclass
+class Wanted:
+    """A right answer, and how wrong one may be: twice as far from it as `plain(product)`, and `own` more.
 
-    torch's product is one way to round every operation; where it was lucky, those in other orders speak too.
+    torch's product is one way to round every operation; where it was lucky, those in other orders speak too. In float64
+    the oracle's own error is of the same size, so that `own` alone decides.
     """
-    judged = Judged(error(ours, exact), 0.0)
-    for product in (torch.matmul, one_by_one, from_the_end):
-        judged.most = max(judged.most, 2 * error(plain(product), exact) + own)
-        if judged.found <= judged.most:
-            break
-    return judged
+
+    exact: Tensor
+    own: float
+    plain: Callable[[Callable], Tensor] | None = None
+
+    def bounds(self) -> Iterator[float]:
+        if self.plain is None:
+            yield self.own
+            return
+        for product in (torch.matmul, one_by_one, from_the_end):
+            yield 2 * error(self.plain(product), self.exact) + self.own
+
+    def bound(self) -> float:
+        return max(self.bounds())
+
+    def judge(self, ours: Tensor) -> Judged:
+        judged = Judged(error(ours, self.exact), 0.0)
+        for bound in self.bounds():
+            judged.most = max(judged.most, bound)
+            if judged.found <= judged.most:
+                break
+        return judged
+
+
+def wanted(problem: Problem) -> tuple[Wanted, Wanted]:
+    """The output, and the log-sum-exp."""
+    exact, exact_lse = problem.plain(torch.float64)
+    dtype = problem.q.dtype
+    if dtype == torch.float64:
+        most = 64 * (rounding(exact_lse, dtype) + torch.finfo(dtype).eps)
+        return Wanted(exact, 64 * rounding(problem.v, dtype)), Wanted(exact_lse, most)
+    own = rounding(exact_lse, torch.float32)  # the log-sum-exp is float32 whatever the tensors are
+    return (
+        Wanted(exact, rounding(exact, dtype), lambda product: problem.plain(dtype, product)[0]),
+        Wanted(exact_lse, own, lambda product: problem.plain(torch.float32, product)[1]),
+    )
 
 
 def judge_both(problem: Problem, isa: str, **call: Any) -> tuple[Judged, Judged]:
     """Of the output, and of the log-sum-exp."""
-    out, lse = problem.native(isa, **call)
-    exact, exact_lse = problem.plain(torch.float64)
-    dtype = problem.q.dtype
-    if dtype == torch.float64:  # the oracle's own error is of the same size
-        most = 64 * (rounding(exact_lse, dtype) + torch.finfo(dtype).eps)
-        return Judged(error(out, exact), 64 * rounding(problem.v, dtype)), Judged(error(lse, exact_lse), most)
-    own = rounding(exact_lse, torch.float32)  # the log-sum-exp is float32 whatever the tensors are
-    return (
-        judge(out, exact, lambda product: problem.plain(dtype, product)[0], rounding(exact, dtype)),
-        judge(lse, exact_lse, lambda product: problem.plain(torch.float32, product)[1], own),
-    )
+    found = problem.native(isa, **call)
+    out, lse = (one.judge(ours) for one, ours in zip(wanted(problem), found, strict=True))
+    return out, lse
 
 
 def assert_fine(judged: Sequence[Judged]) -> None:

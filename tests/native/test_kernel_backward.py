@@ -7,25 +7,36 @@ import math
 
 import pytest
 import torch
-from oracle import ISAS, Problem, assert_fine, judge, rounding
+from oracle import ISAS, Problem, Wanted, assert_fine, rounding
 from test_kernel_forward import CASES, OPTIONS, Case, noise
+from torch import Tensor
 
 all_isas = pytest.mark.parametrize("isa", ISAS)
 
 
-def check(problem: Problem, isa: str, with_lse: bool = False) -> None:
+def gradients_given(problem: Problem, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Of the output, and of the log-sum-exp."""
     B, H, _, Q, _, _, V = problem.sizes
-    d_out = noise(B, H, Q, V).to(problem.q.dtype)
-    d_lse = noise(B, H, Q).to(problem.wide) if with_lse else None
-    ours = problem.native_gradients(d_out, d_lse, isa)
-    exact = problem.plain_gradients(torch.float64, d_out, d_lse)
+    return noise(B, H, Q, V).to(problem.q.dtype), noise(B, H, Q).to(problem.wide) if with_lse else None
+
+
+def wanted_gradients(problem: Problem, d_out: Tensor, d_lse: Tensor | None) -> list[Wanted]:
+    """Of q, k and v."""
     dtype = problem.q.dtype
     plain = functools.cache(lambda product: problem.plain_gradients(dtype, d_out, d_lse, product))
-    for i, (a, b) in enumerate(zip(ours, exact, strict=True)):
-        own = rounding(b, dtype)
+    found = []
+    for i, exact in enumerate(problem.plain_gradients(torch.float64, d_out, d_lse)):
+        own = rounding(exact, dtype)
         if dtype == torch.float64:  # the oracle's own error is of the same size
-            own += 256 * torch.finfo(dtype).eps * max(1.0, b.abs().max().item())
-        assert_fine([judge(a, b, lambda product, i=i: plain(product)[i], own)])
+            own += 256 * torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
+        found.append(Wanted(exact, own, lambda product, i=i: plain(product)[i]))
+    return found
+
+
+def check(problem: Problem, isa: str, with_lse: bool = False) -> None:
+    given = gradients_given(problem, with_lse)
+    for ours, wanted in zip(problem.native_gradients(*given, isa), wanted_gradients(problem, *given), strict=True):
+        assert_fine([wanted.judge(ours)])
 
 
 SOME = [c for c in CASES if c.Q and c.K and c.V]
@@ -122,5 +133,5 @@ def test_saturated_rows_keep_their_small_gradients(isa: str, scale: float) -> No
         for i in range(2):
             own = rounding(exact[i], torch.float32) * (1 + problem.scores(torch.float64).abs().max().item())
             lost = torch.finfo(torch.float32).tiny * 65 * scale * 100 * q.abs().max().item()
-            judged = judge(ours[i], exact[i], lambda product, i=i, plain=plain: plain(product)[i], lost + own)
+            judged = Wanted(exact[i], lost + own, lambda product, i=i, plain=plain: plain(product)[i]).judge(ours[i])
             assert judged.found <= 2 * judged.most, f"seed {seed}: {judged}"
