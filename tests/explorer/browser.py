@@ -73,6 +73,18 @@ class Explorer:
             self.page.evaluate(frames)
         return self
 
+    def typed(self, text: str) -> "Explorer":
+        """Until what was typed is what the page shows: it waits for a pause in the typing."""
+        self.page.wait_for_function("t => multihead.app.store.get().text === t", arg=text)
+        return self.settle()
+
+    def frames(self, count: int) -> "Explorer":
+        """So many frames later."""
+        self.js(
+            "async n => { for (let i = 0; i < n; i++) await new Promise(done => requestAnimationFrame(done)); }", count
+        )
+        return self
+
     def js(self, script: str, arg: Any = None) -> Any:
         return self.page.evaluate(script, arg)
 

@@ -1,6 +1,5 @@
-"""The page in a browser: widths and themes, by keyboard alone, for assistive tools, in trouble, and how fast it answers."""
+"""The page in a browser: widths and themes, by keyboard alone, for assistive tools, and in trouble."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -85,9 +84,7 @@ def test_a_walk_by_keyboard_alone(explorer: Explorer) -> None:
     page.locator("#text").focus()
     page.keyboard.press("End")
     page.keyboard.type(" now")
-    page.wait_for_timeout(250)
-    explorer.settle()
-    assert explorer.state["text"] == "I love pepperoni pizza now"
+    explorer.typed("I love pepperoni pizza now")
     tab_to("e.classList.contains('token')")
     assert explorer.settle().lit("weights")
     explorer.press("Enter")
@@ -154,8 +151,7 @@ def test_errors_in_words_and_on_without_a_reload(explorer: Explorer) -> None:
     explorer.page.wait_for_selector(".trouble:not([hidden])")
     assert "expected one of none, causal" in explorer.page.inner_text(".trouble")
     explorer.js("() => { location.hash = 'model=lm&ids=0,999999' }")
-    explorer.page.wait_for_timeout(300)
-    assert explorer.settle().page.locator(".trouble").is_visible()
+    explorer.page.wait_for_function("() => document.querySelector('.trouble').textContent.includes('999999')")
     explorer.messages.clear()  # the browser notes refused requests itself
     explorer.page.get_by_role("combobox", name="Examples").select_option("0")
     explorer.settle()
@@ -208,37 +204,3 @@ def test_a_layer_of_ones_own(chromium: Any) -> None:
     assert "no mask" in explorer.page.inner_text("#mask-summary")
     explorer.close()
     running.close()
-
-
-def test_answers_within_a_tenth_of_a_second(chromium: Any) -> None:
-    """N=128, 8 heads, D=128: from the event to the drawn frame; the limit here is three times 100 ms, for a busy machine."""
-    torch.manual_seed(0)
-    layer, x = mh.MultiHeadAttention(1024, heads=8), torch.randn(128, 1024)
-    running = mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False, port=0)
-    explorer = Explorer(chromium, running, viewport={"width": 1440, "height": 900}).open("step=3")
-    assert threading.active_count()  # the server lives in this process: its time is not counted below
-    measure = """async ([key, values]) => {
-      const frame = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-      const times = [];
-      for (const value of values) {
-        await frame(); await new Promise(done => setTimeout(done, 150));
-        const start = performance.now();
-        if (key === 'hover') multihead.app.hover.set(value); else multihead.app.store.set({[key]: value});
-        await frame();
-        times.push(performance.now() - start);
-      }
-      return times.sort((a, b) => a - b)[Math.floor(times.length / 2)]; }"""
-    cells = [{"name": "weights", "index": [0, q, q // 2]} for q in range(20, 120, 13)]
-    figures = {
-        "hover": explorer.js(measure, ["hover", cells]),
-        "head": explorer.js(measure, ["head", [1, 2, 3, 4, 5, 6, 7]]),
-        "step": explorer.js(measure, ["step", [1, 2, 4, 5, 6, 7, 3]]),
-        "mask": explorer.js(
-            measure, ["mask", ["none", "window:3,3", "prefix:9", "causal:5", "padding:90"]]
-        ),  # but for step 7
-    }
-    explorer.settle()
-    explorer.close()
-    running.close()
-    print({name: round(ms) for name, ms in figures.items()})
-    assert max(figures.values()) < 300, figures

@@ -149,19 +149,16 @@ def test_click_locks_and_escape_frees_and_back_goes_back(explorer: Explorer) -> 
 
 
 def test_steps_move_pause_and_go_on(chromium: Any, server: Any) -> None:
-    explorer = Explorer(chromium, server, reduced_motion="no-preference").open("model=lm&step=7")
+    explorer = Explorer(chromium, server, reduced_motion="no-preference").open("model=lm&step=7&speed=0.25")
     picture = "() => [...document.querySelectorAll('.floor canvas')].map(c => c.toDataURL()).join()"
     slider = explorer.page.get_by_role("slider", name="How far the step has gone")
     for step in range(1, 8):
         explorer.page.locator(f".strip button[data-step='{step}']").click()
-        explorer.page.wait_for_timeout(300)
         first = explorer.js(picture)
-        explorer.page.wait_for_timeout(300)
-        assert explorer.js(picture) != first, f"nothing moves in step {step}"
+        explorer.page.wait_for_function(f"before => ({picture})() !== before", arg=first)
         explorer.page.get_by_role("button", name="Pause").click()
         paused = explorer.settle().js(picture)
-        explorer.page.wait_for_timeout(150)
-        assert explorer.js(picture) == paused, f"step {step} moves while paused"
+        assert explorer.frames(12).js(picture) == paused, f"step {step} moves while paused"
         explorer.page.get_by_role("button", name="One beat on").click()
         assert explorer.settle().js(picture) != paused, f"no beat in step {step}"
         explorer.page.keyboard.press("Escape")
@@ -175,8 +172,7 @@ def test_nothing_moves_by_itself_under_reduced_motion(explorer: Explorer) -> Non
     picture = "() => [...document.querySelectorAll('.floor canvas')].map(c => c.toDataURL()).join()"
     explorer.page.locator(".strip button[data-step='2']").click()
     still = explorer.settle().js(picture)
-    explorer.page.wait_for_timeout(400)
-    assert explorer.js(picture) == still
+    assert explorer.frames(24).js(picture) == still
     explorer.page.get_by_role("button", name="One beat on").click()
     assert explorer.settle().js(picture) != still
 
