@@ -3,11 +3,13 @@
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import multihead as mh
 from multihead import heads as finder
+from multihead.explorer import answers
 from multihead.explorer import session as module
 from multihead.explorer.request import FIELDS, Refused, as_mask, key, parse, said_of_seen
 from multihead.explorer.session import Session, Stop, Stopped
@@ -124,7 +126,8 @@ def test_heads_are_what_the_finder_finds(session: Session, lm: Any, tokens: torc
     maps = answer.tensors["maps"]
     assert maps.shape == (16, 12, 12)
     assert torch.allclose(maps[8 + 3].float(), lenses[1].weights()[0, 3], atol=1e-3)
-    assert torch.allclose(answer.tensors["rollout"], finder.rollout(lenses)[0], atol=1e-6)
+    for layer, through in enumerate(answer.tensors["rollout"]):
+        assert torch.allclose(through, finder.rollout(lenses[: layer + 1])[0], atol=1e-6)
 
 
 def test_heads_of_a_picture(session: Session, vit: Any) -> None:
@@ -132,8 +135,26 @@ def test_heads_of_a_picture(session: Session, vit: Any) -> None:
     assert len(answer.meta["heads"]) == 16
     assert {row["induction"] for row in answer.meta["heads"]} == {None}
     assert answer.meta["metrics"][-1]["unit"] == "patches"
-    assert answer.tensors["rollout"].shape == (50, 50)
-    assert torch.allclose(answer.tensors["rollout"].sum(-1), torch.ones(50), atol=1e-5)
+    pixels = torch.as_tensor(session.answer("trace", {"model": "vit", "layer": 0, "input": BAG}).tensors["pixels"])
+    wanted = np.eye(50)
+    for layer, lens in enumerate(
+        vit.look(pixels[None].float() / 255)
+    ):  # plain: half stays, half moves by the mean head
+        wanted = (0.5 * np.eye(50) + 0.5 * lens.weights()[0].double().numpy().mean(0)) @ wanted
+        np.testing.assert_allclose(answer.tensors["rollout"][layer].numpy(), wanted, atol=1e-5)
+
+
+def test_rollout_keeps_within_its_room(vit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lenses = vit.look(torch.rand(1, 28, 28))
+    every = answers.rolled_out(lenses)
+    assert every is not None
+    assert every.shape == (4, 50, 50)
+    monkeypatch.setattr(answers, "MOST_ROLLOUT", 3 * 4 * 50 * 50)
+    last = answers.rolled_out(lenses)
+    assert last is not None
+    assert torch.equal(last, every[-1:])
+    monkeypatch.setattr(answers, "MOST_ROLLOUT", 4 * 50 * 50 - 1)
+    assert answers.rolled_out(lenses) is None
 
 
 @pytest.mark.parametrize("with_", ["zero", "mean"])

@@ -2,6 +2,7 @@
 
 import base64
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from multihead.lens import Lens
 from multihead.masks import Mask
 
 THUMBNAIL = 32  # bins of a thumbnail, down and across
-MOST_ROLLOUT = 512  # items: it takes their square
+MOST_ROLLOUT = 16 * 2**20  # bytes: it takes the square of the items, once for each layer
 LIKELIEST = 200  # tokens whose text goes with a prediction
 SINGLE = ("x", "q", "q_heads", "k_heads", "v_heads", "weights", "heads", "output")  # of one token after a cache
 
@@ -150,9 +151,27 @@ def heads(subject: Subject, request: Request) -> Answer:
     if places is not None:
         metrics[-1]["unit"] = "patches"
     tensors = {"maps": torch.cat(maps).to(torch.float16)}
-    if items.count <= MOST_ROLLOUT and all(lens.shape[2:] == (items.count, items.count) for lens in lenses):
-        tensors["rollout"] = finder.rollout(lenses)[0].float()
+    rolled = rolled_out(lenses)
+    if rolled is not None:
+        tensors["rollout"] = rolled
     return Answer({"heads": rows, "metrics": metrics, "tokens": items.tokens}, tensors)
+
+
+def rolled_out(lenses: Sequence[Lens]) -> Tensor | None:
+    """The rollout up to each layer, (L,N,N), or (1,N,N) up to the last where there is no room for all of them.
+
+    None where layers have other items than each other, or too many. Weights come out of the lenses tile by tile.
+    """
+    N, L = lenses[0].shape[2], len(lenses)
+    if any(lens.shape[2:] != (N, N) for lens in lenses) or 4 * N * N > MOST_ROLLOUT:
+        return None
+    each = L * 4 * N * N <= MOST_ROLLOUT
+    found: list[Tensor] = []
+    for lens in lenses:
+        alone = finder.rollout([lens])[0].float()  # what the rows of this layer are made of
+        through = alone @ found[-1] if found else alone
+        found = [*found, through] if each else [through]
+    return torch.stack(found)
 
 
 def _metrics(lens: Lens, ids: Tensor | None, places: Tensor | None) -> dict[str, Tensor | None]:

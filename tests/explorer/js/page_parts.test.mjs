@@ -4,6 +4,9 @@ import { test } from "node:test";
 import { load } from "./page.mjs";
 
 const { seesFuture, leansOn, allowed, parseMask, describeMask } = await load("mask.js");
+const { sideOf } = await load("picture.js");
+const { attempts, fromAddress, toAddress } = await load("packed.js");
+const { DEFAULTS, formatState } = await load("state.js");
 const { arrangeHeads } = await load("heads.js");
 const { probabilities } = await load("predict.js");
 const { textOf } = await load("input.js");
@@ -55,4 +58,25 @@ test("cells of a view: there and back, and what a pattern lights", () => {
   assert.deepEqual(litIn({ ...view, columns: [2], fixed: { 1: 0 } }, [1, 1, null]), []);
   const { R, C, down, across } = layout(view);
   assert.deepEqual([R, C, down[2], across[7]], [3, 10, 20, 7]);
+});
+
+test("a picture stands on the screen whole times its own size, and never wider than there is room", () => {
+  assert.equal(sideOf(28, 1400), 252);
+  assert.equal(sideOf(224, 1400), 448);
+  assert.equal(sideOf(224, 336), 224);
+  assert.equal(sideOf(384, 1400), 384);
+  assert.equal(sideOf(384, 336), 336);
+  assert.equal(sideOf(1024, 1400), 1024);
+});
+
+test("a packed picture: from the most exact on, down to a small one, in letters that an address leaves alone", () => {
+  assert.deepEqual(attempts(224)[0], [0.92, 224]);
+  assert.deepEqual(attempts(224).at(-1), [0.4, 28]);
+  const bytes = String.fromCharCode(...Array.from({ length: 256 }, (_, i) => i));
+  const text = toAddress(btoa(bytes));
+  assert.match(text, /^[\w-]+$/);
+  assert.equal(atob(fromAddress(text)), bytes);
+  const long = "A".repeat(30000);
+  assert.equal(formatState({ ...DEFAULTS, pixels: long, packed: "AAA" }), "packed=AAA");
+  assert.equal(formatState({ ...DEFAULTS, pixels: long }), "");
 });

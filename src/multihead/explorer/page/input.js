@@ -12,13 +12,13 @@ export function textOf(tokens) {
 
 /** The state of an input as Python names it. @param {any} input */
 export function inputState(input) {
-  return { text: input.text ?? null, sample: input.name ?? "", pixels: input.pixels ?? "", ids: (input.ids ?? []).join(",") };
+  return { text: input.text ?? null, sample: input.name ?? "", pixels: input.pixels ?? "", packed: "", ids: (input.ids ?? []).join(",") };
 }
 
 /** @param {any} app */
 export function createInput(app) {
   const { store, session } = app;
-  const model = choice("Model", [], "", (value) => store.set({ model: value, layer: 0, head: 0, text: null, ids: "", sample: "", pixels: "", mask: "", off: "", pins: "", at: "" }, { push: true }));
+  const model = choice("Model", [], "", (value) => store.set({ model: value, layer: 0, head: 0, text: null, ids: "", sample: "", pixels: "", packed: "", mask: "", off: "", pins: "", at: "" }, { push: true }));
   const layer = choice("Layer", [], "", (value) => store.set({ layer: Number(value), at: "" }, { push: true }));
   const about = el("p", { class: "hint" });
   const say = debounce(() => store.set({ text: field.value, ids: "", at: "" }), 120);
@@ -62,7 +62,7 @@ export function createInput(app) {
       if (examples.parentElement !== home) home.append(examples);
       line.hidden = !text;
       words.hidden = chosen.kind === "picture";
-      fillChoice(examples, [["-1", "Examples…"], ...texts], String(at));
+      fillChoice(examples, [["-1", "Examples…"], ...texts], String(text ? -1 : at)); // the line above says which text it is
       if (text && document.activeElement !== field) {
         const wanted = state.ids && scene ? textOf(scene.tokens) : input.text ?? "";
         if (field.value !== wanted) field.value = wanted;

@@ -107,10 +107,15 @@ export function openPage(root) {
     soon();
   });
   const fromAddress = () => {
-    fromHistory = true;
-    app.hover.set(null);
-    store.set(parseState(location.hash));
-    fromHistory = false;
+    const wanted = parseState(location.hash);
+    const go = (/** @type {any} */ pixels) => {
+      fromHistory = true;
+      app.hover.set(null);
+      store.set({ ...wanted, ...pixels });
+      fromHistory = false;
+    };
+    if (wanted.packed) input.picture.unpacked(wanted).then(go, session.complain);
+    else go({});
   };
   addEventListener("popstate", fromAddress);
   addEventListener("hashchange", fromAddress);
@@ -152,10 +157,11 @@ export function openPage(root) {
       const state = store.get();
       const chosen = session.models.find((/** @type {any} */ m) => m.id === state.model);
       const model = chosen ?? session.models.find((/** @type {any} */ m) => m.id === first.model);
-      const named = state.text !== null || state.sample || state.pixels || state.ids;
+      const named = state.text !== null || state.sample || state.pixels || state.packed || state.ids;
       const given = chosen || named ? {} : inputState(first.input);
       const layer = chosen ? state.layer : state.layer || first.layer;
-      store.set({ model: model.id, ...given, layer: Math.min(layer, model.layers.length - 1) });
+      const wanted = { model: model.id, ...given, layer: Math.min(layer, model.layers.length - 1) };
+      store.set({ ...wanted, ...(await input.picture.unpacked({ ...state, ...wanted })) });
       const loaded = session.load();
       session.scene.subscribe(alignOnce);
       await loaded;

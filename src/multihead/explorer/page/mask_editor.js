@@ -3,9 +3,9 @@
 import { el, segmented } from "./dom.js";
 import { numberText } from "./explain.js";
 import { KINDS, allowed, describeMask, drawn, formatMask, leansOn, seesFuture } from "./mask.js";
-import { fit } from "./paint.js";
+import { fit, shorten } from "./paint.js";
 
-const SIZE = 264;
+const SIZE = 354;
 
 /** @param {any} app */
 export function createMaskEditor(app) {
@@ -18,9 +18,10 @@ export function createMaskEditor(app) {
   const own = el("button", { type: "button", text: "The model's own", onclick: () => store.set({ mask: "" }, { push: true }) });
   const says = el("p", { class: "hint" });
   const note = el("p", { class: "hint" });
+  const under = el("p", { id: "mask-cell", text: "\u00a0" });
   const close = el("button", { type: "button", class: "quiet", text: "Close", onclick: () => open(false) });
   const panel = el("section", { class: "mask-editor", id: "mask-editor", "aria-label": "Mask", hidden: true },
-    el("div", { class: "tools" }, kinds.node, own, close), el("div", { class: "row" }, el("div", {}, canvas), el("div", { class: "grow" }, says, numbers, note)));
+    el("div", { class: "tools" }, kinds.node, own, close), el("div", { class: "row" }, el("div", {}, canvas), el("div", { class: "grow" }, says, under, numbers, note)));
   const cheat = el("section", { class: "cheat", role: "status", "aria-label": "Where is your mask?", hidden: true });
   let cursor = { q: 0, k: 0 };
   /** @type {Uint8Array | null} */
@@ -75,17 +76,22 @@ export function createMaskEditor(app) {
   function sizes() {
     const scene = session.scene.get();
     const [Q, K] = [scene.labels.length, scene.keyLabels.length];
-    const cell = Math.max(2, Math.min(28, SIZE / Math.max(Q, K)));
-    return { Q, K, cell, scene };
+    const room = Math.min(SIZE, (panel.clientWidth || SIZE) - 30);
+    const beside = (room - 90) / Math.max(Q, K);
+    const named = beside >= 12; // room for a name beside each row and above each column
+    const cell = Math.max(2, Math.min(28, named ? beside : room / Math.max(Q, K)));
+    return { Q, K, cell, scene, left: named ? 64 : 0, top: named ? 52 : 0, right: named ? 26 : 0 };
   }
 
   function draw() {
     const scene = session.scene.get();
     if (!scene || panel.hidden) return;
-    const { Q, K, cell } = sizes();
+    const { Q, K, cell, left, top, right } = sizes();
     const cells = drawing ?? scene.allowed;
     const colours = app.colours();
-    const ctx = fit(canvas, K * cell, Q * cell);
+    const ctx = fit(canvas, left + K * cell + right, top + Q * cell);
+    if (left) drawNames(ctx, scene, cell, left, top, colours.soft);
+    ctx.translate(left, top);
     for (let q = 0; q < Q; q++) {
       for (let k = 0; k < K; k++) {
         ctx.fillStyle = cells[q * K + k] ? colours.accent : colours.hidden;
@@ -100,18 +106,35 @@ export function createMaskEditor(app) {
     canvas.setAttribute("aria-label", `The mask: ${Q} queries down, ${K} keys across, ${describeMask(scene.mask)}. Arrow keys move, Space shows or hides a cell.`);
   }
 
+  function drawNames(/** @type {CanvasRenderingContext2D} */ ctx, /** @type {any} */ scene, /** @type {number} */ cell, /** @type {number} */ left, /** @type {number} */ top, /** @type {string} */ colour) {
+    ctx.font = "12px system-ui, sans-serif";
+    ctx.fillStyle = colour;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "right";
+    scene.labels.forEach((/** @type {string} */ label, /** @type {number} */ q) => ctx.fillText(shorten(ctx, label, left - 8), left - 6, top + (q + 0.5) * cell));
+    ctx.textAlign = "left";
+    scene.keyLabels.forEach((/** @type {string} */ label, /** @type {number} */ k) => {
+      ctx.save();
+      ctx.translate(left + (k + 0.5) * cell + 2, top - 6);
+      ctx.rotate(-Math.PI / 3);
+      ctx.fillText(shorten(ctx, label, (top - 10) / 0.87), 0, 0);
+      ctx.restore();
+    });
+  }
+
   function cellAt(/** @type {PointerEvent} */ event) {
-    const { Q, K, cell } = sizes();
+    const { Q, K, cell, left, top } = sizes();
     const bounds = canvas.getBoundingClientRect();
-    const q = Math.floor((event.clientY - bounds.top) / cell);
-    const k = Math.floor((event.clientX - bounds.left) / cell);
+    const q = Math.floor((event.clientY - bounds.top - top) / cell);
+    const k = Math.floor((event.clientX - bounds.left - left) / cell);
     return q >= 0 && k >= 0 && q < Q && k < K ? { q, k } : null;
   }
 
   function say() {
     const { K, scene } = sizes();
     const seen = (drawing ?? scene.allowed)[cursor.q * K + cursor.k];
-    app.live(`${scene.labels[cursor.q]} ${seen ? "sees" : "does not see"} ${scene.keyLabels[cursor.k]}`);
+    under.textContent = `${scene.labels[cursor.q]} ${seen ? "sees" : "does not see"} ${scene.keyLabels[cursor.k]}`;
+    app.live(under.textContent ?? "");
   }
 
   canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => {
@@ -129,11 +152,16 @@ export function createMaskEditor(app) {
   canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => {
     const here = cellAt(event);
     if (!here) return;
-    cursor = here;
     if (drawing) {
-      drawing[here.q * sizes().K + here.k] = paint;
+      const far = Math.max(Math.abs(here.q - cursor.q), Math.abs(here.k - cursor.k), 1);
+      for (let n = 1; n <= far; n++) { // a quick hand leaves out cells: draw the line between
+        const at = [here.q - cursor.q, here.k - cursor.k].map((by) => Math.round((by * n) / far));
+        drawing[(cursor.q + at[0]) * sizes().K + cursor.k + at[1]] = paint;
+      }
       draw();
-    } else say();
+    }
+    cursor = here;
+    say();
   });
   const finish = () => {
     if (!drawing) return;
@@ -196,9 +224,9 @@ export function createMaskEditor(app) {
       accuse(scene);
     },
     centre(/** @type {number} */ q, /** @type {number} */ k) {
-      const { cell } = sizes();
+      const { cell, left, top } = sizes();
       const bounds = canvas.getBoundingClientRect();
-      return { x: bounds.left + (k + 0.5) * cell, y: bounds.top + (q + 0.5) * cell };
+      return { x: bounds.left + left + (k + 0.5) * cell, y: bounds.top + top + (q + 0.5) * cell };
     },
   };
 }

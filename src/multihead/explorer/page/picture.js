@@ -1,12 +1,20 @@
-// A picture, its patches, and attention as a veil over them: one head's, or all layers' rolled out.
+// A picture, its patches, and attention as a veil over them: one head's, or that of the layers up to this one rolled out.
 
 import { headColour, place, table } from "./colour.js";
-import { el } from "./dom.js";
+import { el, segmented } from "./dom.js";
 import { fit } from "./paint.js";
 import { createLegend } from "./grid.js";
+import { pack, tooLarge, unpack } from "./packed.js";
 
 const SMALL = 112;
-const SIZE = 252; // CSS pixels: a multiple of 28 and of 14
+const USUAL = 252; // CSS pixels: a multiple of 28 and of 14
+const MOST = 520;
+
+/** The side of a picture on the screen: its own pixels whole times, where they are enough to see. @param {number} pixels @param {number} room */
+export function sideOf(pixels, room) {
+  const wanted = pixels < 112 ? USUAL : MOST;
+  return Math.min(room, pixels * Math.max(1, Math.floor(Math.min(wanted, Math.max(room, pixels)) / pixels)));
+}
 
 /** @param {any} app */
 export function createPicture(app) {
@@ -17,14 +25,22 @@ export function createPicture(app) {
   const legend = createLegend();
   const rollout = el("input", { type: "checkbox", id: "rollout", onchange: () => store.set({ rollout: rollout.checked }) });
   const says = el("p", { class: "hint", id: "picture-says" });
-  const roll = el("label", { class: "switch" }, rollout, " Roll out over all layers");
+  const roll = el("label", { class: "switch" }, rollout, " Roll out from the picture to this layer");
   const overlays = el("div", { class: "overlays", role: "group", "aria-label": "Every head over the picture" });
   const caption = el("figcaption");
-  const tools = el("div", { class: "picture-tools" }, el("label", { class: "file" }, el("span", { text: "Choose a picture" }), file), el("span", { class: "hint", text: "or drop or paste one" }), roll, legend.node);
-  const node = el("div", { class: "picture" },
+  const extras = el("div", { class: "tools extras", role: "group", "aria-label": "Items that are no patches" });
+  const way = segmented("Direction over the picture", [["to", "What it attends to"], ["from", "Who attends to it"]], (value) => {
+    const [name, index] = store.get().at.split(".");
+    const turned = name === "query" || name === "key" ? { at: `${value === "to" ? "query" : "key"}.${index}` } : {};
+    store.set({ way: value, ...turned });
+  });
+  const tools = el("div", { class: "picture-tools" }, el("label", { class: "file" }, el("span", { text: "Choose a picture…" }), file), el("span", { class: "hint", text: "or drop or paste one" }));
+  const views = el("div", { class: "picture-tools" }, extras, way.node, roll, legend.node);
+  const node = el("div", { class: "picture" }, tools,
     el("div", { class: "pictures" }, el("figure", {}, el("figcaption", { text: "The picture and its patches" }), canvas), el("figure", {}, caption, veiled), el("div", {}, el("p", { text: "Every head of this layer" }), overlays)),
-    tools, says);
+    views, says);
   let cursor = 0;
+  let width = 0;
 
   async function take(/** @type {Blob} */ blob) {
     if (session.model().kind !== "picture") {
@@ -33,11 +49,28 @@ export function createPicture(app) {
       store.set({ model: other.id, layer: 0, head: 0, mask: "", off: "", pins: "", at: "" }, { push: true });
     }
     try {
-      const { meta } = await session.python.picture(blob, session.model().id);
-      store.set({ pixels: meta.pixels, sample: "", at: "" }, { push: true });
+      const { meta, tensors } = await session.python.picture(blob, session.model().id);
+      const packed = tooLarge(meta.pixels) ? pack(sheetOf(tensors.pixels)) : "";
+      if (packed) exact.set(packed, meta.pixels);
+      store.set({ pixels: meta.pixels, packed, sample: "", at: "" }, { push: true });
     } catch (error) {
       session.complain(error);
     }
+  }
+
+  /** @type {Map<string, string>} */
+  const exact = new Map(); // what was packed here, or unpacked
+  let fromLink = "";
+
+  /** The pixels that an address names; a packed picture is read by Python. @param {any} state */
+  async function unpacked(state) {
+    if (!state.packed || state.pixels || app.mode === "file") return {};
+    if (!exact.has(state.packed)) {
+      const { meta } = await session.python.picture(unpack(state.packed), state.model);
+      exact.set(state.packed, meta.pixels);
+      fromLink = state.packed;
+    }
+    return { pixels: exact.get(state.packed) };
   }
 
   document.addEventListener("paste", (event) => {
@@ -87,21 +120,31 @@ export function createPicture(app) {
   });
   canvas.addEventListener("blur", () => app.hover.set(null));
 
-  /** The picture itself on a context. @param {CanvasRenderingContext2D} ctx @param {any} pixels */
-  function drawPicture(ctx, pixels, dim = 1) {
+  /** @type {WeakMap<any, HTMLCanvasElement>} */
+  const sheets = new WeakMap();
+
+  /** The picture on a canvas of its own size. @param {any} pixels */
+  function sheetOf(pixels) {
+    const known = sheets.get(pixels);
+    if (known) return known;
     const [R, C, channels = 1] = pixels.shape;
     const image = new ImageData(C, R);
     for (let i = 0; i < R * C; i++) {
       for (let c = 0; c < 3; c++) image.data[4 * i + c] = pixels.data[i * channels + (channels >= 3 ? c : 0)];
       image.data[4 * i + 3] = 255;
     }
-    const small = document.createElement("canvas");
-    small.width = C;
-    small.height = R;
-    /** @type {CanvasRenderingContext2D} */ (small.getContext("2d")).putImageData(image, 0, 0);
-    ctx.globalAlpha = dim;
-    ctx.drawImage(small, 0, 0, SIZE, SIZE);
-    ctx.globalAlpha = 1;
+    const sheet = document.createElement("canvas");
+    sheet.width = C;
+    sheet.height = R;
+    /** @type {CanvasRenderingContext2D} */ (sheet.getContext("2d")).putImageData(image, 0, 0);
+    sheets.set(pixels, sheet);
+    return sheet;
+  }
+
+  /** The picture itself on a context. @param {CanvasRenderingContext2D} ctx @param {any} pixels @param {number} side */
+  function drawPicture(ctx, pixels, side) {
+    ctx.imageSmoothingEnabled = side < pixels.shape[0];
+    ctx.drawImage(sheetOf(pixels), 0, 0, side, side);
   }
 
   /** The colour over a patch: the more it gets, the less of the picture shows through. @param {number} share of the largest */
@@ -119,8 +162,11 @@ export function createPicture(app) {
     const wall = session.wall.get();
     const name = scene.labels[token];
     if (state.rollout && wall?.rollout && wall.model === scene.model.id) {
-      const N = wall.rollout.shape[0];
-      return { at: (/** @type {number} */ n) => (to ? wall.rollout.data[token * N + n] : wall.rollout.data[n * N + token]), token, words: to ? `What reaches ${name} through all layers (rollout).` : `Where ${name} ends up, through all layers (rollout).` };
+      const [L, N] = wall.rollout.shape;
+      const last = L > 1 ? Math.min(state.layer, L - 1) : scene.model.layers.length - 1;
+      const base = (L > 1 ? last : 0) * N * N;
+      const through = last ? `layers 0 to ${last}, rolled out` : "layer 0, all its heads";
+      return { at: (/** @type {number} */ n) => wall.rollout.data[base + (to ? token * N + n : n * N + token)], token, words: to ? `How much of each patch reaches ${name} through ${through}.` : `How much of ${name} reaches each patch through ${through}.` };
     }
     const { shape: [H, Q, K], data } = scene.tensors.weights;
     const h = Math.min(state.head, H - 1);
@@ -137,11 +183,12 @@ export function createPicture(app) {
     let most = 1e-9;
     for (let n = g.first; n < scene.labels.length; n++) most = Math.max(most, at(n));
     const scale = { kind: /** @type {"sequential"} */ ("sequential"), low: 0, high: Number(most.toPrecision(2)) || 1 };
-    const ctx = fit(canvas, SIZE, SIZE);
-    drawPicture(ctx, pixels);
-    const over = fit(veiled, SIZE, SIZE);
-    drawPicture(over, pixels);
-    const [w, h] = [SIZE / g.columns, SIZE / g.rows];
+    const side = sideOf(pixels.shape[0], width || USUAL);
+    const ctx = fit(canvas, side, side);
+    drawPicture(ctx, pixels, side);
+    const over = fit(veiled, side, side);
+    drawPicture(over, pixels, side);
+    const [w, h] = [side / g.columns, side / g.rows];
     ctx.lineWidth = 1;
     for (let p = 0; p < g.rows * g.columns; p++) {
       const [x, y] = [(p % g.columns) * w, Math.floor(p / g.columns) * h];
@@ -154,19 +201,33 @@ export function createPicture(app) {
       const p = token - g.first;
       for (const c of [ctx, over]) {
         c.strokeStyle = colours.lit;
-        c.lineWidth = 3;
-        c.strokeRect((p % g.columns) * w + 1.5, Math.floor(p / g.columns) * h + 1.5, w - 3, h - 3);
+        c.lineWidth = Math.min(3, w / 6);
+        c.strokeRect((p % g.columns) * w + c.lineWidth / 2, Math.floor(p / g.columns) * h + c.lineWidth / 2, w - c.lineWidth, h - c.lineWidth);
       }
     }
     legend.show({ scale, theme: "dark" });
     eachHead(scene, g, pixels, token);
-    caption.textContent = store.get().way === "to" ? "Where it looks" : "Who looks at it";
+    caption.textContent = `${store.get().way === "to" ? "Where it looks" : "Who looks at it"}${store.get().rollout && session.wall.get()?.rollout ? ", rolled out" : ""}`;
     const firstItem = g.first ? ` ${scene.labels[0]} ${numberOf(at(0))}.` : "";
-    says.textContent = words + firstItem;
+    const travelled = fromLink && fromLink === store.get().packed ? " The picture came packed in a link: its numbers differ a little from the original's." : "";
+    says.textContent = words + firstItem + travelled;
+    way.show(store.get().way);
+    showExtras(scene, g, token);
     canvas.setAttribute("aria-label", `The picture in ${g.rows} by ${g.columns} patches. Arrow keys move over them, Enter locks one.`);
     veiled.setAttribute("aria-label", `${words} The most is ${numberOf(most)}.`);
     rollout.checked = store.get().rollout;
     roll.hidden = !session.wall.get()?.rollout;
+  }
+
+  /** The class token, and whatever else stands before the patches. @param {any} scene @param {any} g @param {number} token */
+  function showExtras(scene, g, token) {
+    const labels = scene.labels.slice(0, g.first);
+    if (extras.dataset.for !== labels.join()) {
+      extras.dataset.for = labels.join();
+      extras.replaceChildren(...labels.map((/** @type {string} */ label, /** @type {number} */ n) => el("button", { type: "button", text: label, "aria-label": n ? label : "The class token", onclick: () => app.lock({ name: role(), index: [n] }), onpointerenter: () => app.hoverCell({ name: role(), index: [n] }), onpointerleave: () => app.hoverCell(null) })));
+    }
+    extras.hidden = !labels.length;
+    [...extras.children].forEach((button, n) => button.setAttribute("aria-pressed", String(n === token)));
   }
 
   /** A small overlay for each head, on its own scale. @param {any} scene @param {any} g @param {any} pixels @param {number} token */
@@ -178,24 +239,29 @@ export function createPicture(app) {
       button.setAttribute("aria-pressed", String(h === store.get().head));
       button.style.setProperty("--hue", headColour(h, H, app.theme()));
       const ctx = fit(button.firstElementChild, SMALL, SMALL);
-      ctx.save();
-      ctx.scale(SMALL / SIZE, SMALL / SIZE);
-      drawPicture(ctx, pixels);
+      drawPicture(ctx, pixels, SMALL);
       const at = (/** @type {number} */ n) => (to ? data[(h * Q + token) * K + n] : data[(h * Q + n) * K + token]);
       let most = 1e-9;
       for (let n = g.first; n < K; n++) most = Math.max(most, at(n));
       for (let p = 0; p < g.rows * g.columns; p++) {
         ctx.fillStyle = veil(at(g.first + p) / most);
-        ctx.fillRect((p % g.columns) * (SIZE / g.columns), Math.floor(p / g.columns) * (SIZE / g.rows), SIZE / g.columns, SIZE / g.rows);
+        ctx.fillRect((p % g.columns) * (SMALL / g.columns), Math.floor(p / g.columns) * (SMALL / g.rows), SMALL / g.columns, SMALL / g.rows);
       }
-      ctx.restore();
     });
   }
   const numberOf = (/** @type {number} */ value) => value.toFixed(3);
 
+  new ResizeObserver(() => {
+    const now = Math.floor(node.clientWidth);
+    if (now === width) return;
+    width = now;
+    light();
+  }).observe(node);
+
   return {
     node,
     tools,
+    unpacked,
     light,
     update: light,
     take,

@@ -36,7 +36,7 @@ export function createSession(store, python) {
     if (model.kind === "given") return { kind: "given" };
     if (model.kind === "picture") {
       if (state.pixels) return { kind: "pixels", pixels: state.pixels };
-      return { kind: "sample", name: state.sample || model.examples.find((/** @type {any} */ e) => e.input.kind === "sample")?.input.name };
+      return state.sample ? { kind: "sample", name: state.sample } : model.examples[0].input;
     }
     if (state.ids) return { kind: "tokens", ids: state.ids.split(",").map(Number) };
     const example = model.examples[0]?.input;

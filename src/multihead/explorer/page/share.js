@@ -2,6 +2,7 @@
 
 import { el, svg } from "./dom.js";
 import { fileName, npzOf } from "./numbers.js";
+import { tooLarge } from "./packed.js";
 import { formatState } from "./state.js";
 
 /** @param {string} name @param {Blob} blob */
@@ -92,13 +93,15 @@ export function createShare(app, stage) {
   const paper = () => app.colours().paper;
   const link = act("Copy the link", async () => {
     field.value = location.href;
+    const { pixels } = store.get();
+    const packed = !store.get().packed && tooLarge(pixels) ? " The picture is too large for a link: save the page as one file to keep it." : store.get().packed ? ` The picture is too large for a link as it is: it travels packed into ${(store.get().packed.length / 1000).toFixed(0)} kB, and its numbers will differ a little. The single file keeps it exactly.` : "";
     const warn = location.search.includes("token=") ? " It holds the token of this server: whoever has it may compute here." : "";
     try {
       await navigator.clipboard.writeText(location.href);
-      return `Copied.${warn}`;
+      return `Copied.${packed}${warn}`;
     } catch {
       field.focus();
-      return `Select and copy it from the field.${warn}`;
+      return `Select and copy it from the field.${packed}${warn}`;
     }
   });
   const asSvg = act("Stage as SVG", () => {

@@ -8,6 +8,7 @@ export const DEFAULTS = {
   text: /** @type {string | null} */ (null),
   sample: "", // a picture of the package
   pixels: "", // a picture of one's own, as Python gave it back
+  packed: "", // a picture that is too large for the address, as it travels in it
   ids: "", // "0,12,7": tokens by number, once one was taken
   step: 3,
   head: 0,
@@ -67,7 +68,7 @@ export function formatState(state) {
   const found = new URLSearchParams();
   for (const [key, usual] of Object.entries(DEFAULTS)) {
     const value = /** @type {any} */ (state)[key];
-    if (value === usual || value === null) continue;
+    if (value === usual || value === null || (key === "pixels" && (state.packed || value.length > LONGEST))) continue;
     found.set(key, typeof value === "boolean" ? (value ? "1" : "0") : String(value));
   }
   return found.toString();

@@ -104,11 +104,14 @@ export function createStrip(app) {
         button.querySelector(".name").textContent = words.title;
         button.querySelector("code").textContent = t ? shapeText(t.shape) : "not given";
         button.setAttribute("aria-label", `Step ${n + 1}, ${words.title}, ${t ? `shape ${t.shape.join(" by ")}` : "not given by this model"}`);
-        if (n + 1 === step) {
-          if (!button.hasAttribute("aria-current") && node.scrollWidth > node.clientWidth) node.scrollTo({ left: button.offsetLeft - (node.clientWidth - button.offsetWidth) / 2 });
-          button.setAttribute("aria-current", "step");
-        } else button.removeAttribute("aria-current");
+        if (n + 1 !== step) button.removeAttribute("aria-current");
       });
+      const chosen = buttons[step - 1];
+      if (!chosen.hasAttribute("aria-current") && node.scrollWidth > node.clientWidth) { // in the middle, where there is no room for all
+        const [around, own] = [node.getBoundingClientRect(), chosen.getBoundingClientRect()];
+        node.scrollTo({ left: node.scrollLeft + own.left - around.left - (around.width - own.width) / 2 });
+      }
+      chosen.setAttribute("aria-current", "step");
       draw();
     },
   };
