@@ -44,6 +44,9 @@ NB_MODULE(_native, module) {
   module.def("remember_torch", remember_torch, nb::arg("in_c") = true,
              "Read torch's tensors by its C functions, or by their attributes.");
 
+  module.def("remember_forward", remember_forward, nb::arg("type"),
+             "The type of a forward that an nn.Linear may have of its own and still be plain.");
+
   nb::class_<AttentionCall>(module, "Attention", "A call of attention, read and kept alive.")
       .def_prop_ro(
           "sizes",
@@ -83,5 +86,5 @@ NB_MODULE(_native, module) {
   module.def("linear", read_linear, nb::arg("x").none(), nb::arg("weight").none(), nb::arg("bias").none(),
              nb::arg("gradients") = false, "A Linear, or (reason, dispatched).");
   module.def("projection", read_projection, nb::arg("module").none(), nb::arg("x").none(), nb::arg("gradients") = false,
-             "The Linear of a plain nn.Linear, or (reason, dispatched).");
+             nb::arg("called") = false, "The Linear of a plain nn.Linear, or (reason, dispatched).");
 }

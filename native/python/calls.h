@@ -40,7 +40,7 @@ nanobind::object read_layer(nanobind::handle layer, nanobind::handle x, nanobind
 
 // x (..., inputs) of two or three axes.
 nanobind::object read_linear(nanobind::handle x, nanobind::handle weight, nanobind::handle bias, bool gradients);
-nanobind::object read_projection(nanobind::handle module, nanobind::handle x, bool gradients);
+nanobind::object read_projection(nanobind::handle module, nanobind::handle x, bool gradients, bool called);
 
 // What the queries of a call see: an object with start, stop and dense. None, or (reason, dispatched).
 nanobind::object see(Plan& plan, std::vector<nanobind::object>& kept, nanobind::handle visible);

@@ -50,6 +50,7 @@ struct Torch {
   PyObject* own[3] = {forward, weight, bias};
   PyObject* parameters = name("_parameters");
   PyObject* original = nullptr;  // nn.Linear's forward, as it was when torch was first read
+  PyTypeObject* ours = nullptr;  // of a forward of a module's own that only multiplies and adds
 
   explicit Torch(bool in_c) {
     original = PyDict_GetItemWithError(linear->tp_dict, forward);
@@ -65,7 +66,7 @@ struct Torch {
   }
 };
 
-const Torch* known = nullptr;
+Torch* known = nullptr;
 
 const Torch& torch() {
   if (!known) remember_torch(true);
@@ -169,7 +170,18 @@ void require_storage(PyObject* object, const Tensor& t, const char* argument) {
 
 }  // namespace
 
-void remember_torch(bool in_c) { known = new Torch(in_c); }  // what it points to is torch's for as long as it lives
+// What it points to is torch's for as long as it lives.
+void remember_torch(bool in_c) {
+  auto* read = new Torch(in_c);
+  if (known) read->ours = known->ours;
+  known = read;
+}
+
+void remember_forward(nb::handle type) {
+  if (!PyType_Check(type.ptr())) throw nb::type_error("a forward is known by its type");
+  torch();
+  known->ours = reinterpret_cast<PyTypeObject*>(nb::borrow(type).release().ptr());
+}
 
 bool Reader::tensor(nb::handle object, const char* argument, Tensor& to) {
   const Torch& t = torch();
@@ -222,7 +234,7 @@ bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides) {
 }
 
 // The module's dictionary in place of its attributes: looking those up could run code.
-bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias) {
+bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called) {
   const Torch& t = torch();
   if (!module || (Py_TYPE(module) != t.linear && Py_TYPE(module) != t.out_proj)) return false;
   if (PyDict_GetItemWithError(t.linear->tp_dict, t.forward) != t.original) return false;  // somebody patched the class
@@ -230,11 +242,14 @@ bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias) {
   if (!dictionary.is_valid()) throw nb::python_error();
   const auto entry = [](PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); };
   for (PyObject* key : t.hooks) {
+    if (called) break;
     PyObject* hooks = entry(dictionary.ptr(), key);
     if (!hooks || !PyDict_Check(hooks) || PyDict_Size(hooks) > 0) return false;
   }
-  for (PyObject* key : t.own)
-    if (entry(dictionary.ptr(), key)) return false;
+  for (PyObject* key : t.own) {
+    PyObject* found = entry(dictionary.ptr(), key);
+    if (found && (key != t.forward || Py_TYPE(found) != t.ours)) return false;
+  }
   PyObject* parameters = entry(dictionary.ptr(), t.parameters);
   if (!parameters || !PyDict_Check(parameters)) return false;
   weight = entry(parameters, t.weight), bias = entry(parameters, t.bias);

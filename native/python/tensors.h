@@ -15,6 +15,9 @@ namespace multihead {
 // offers in C from 2.10 on; without them, and where `in_c` is false, by their attributes.
 void remember_torch(bool in_c);
 
+// Remembers the type of a forward that a module may have of its own and still only multiply and add.
+void remember_forward(nanobind::handle type);
+
 // Why a call may not go straight to the kernel. `dispatched`: torch's dispatcher deals with it (a gradient, a subclass,
 // a negative bit), so that the call may still reach the kernel through torch's operator.
 struct Reason {
@@ -76,7 +79,8 @@ class Reader {
 bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides);
 
 // The weight and the bias, null where there is none, of an nn.Linear that only multiplies and adds: no hook, no forward
-// of its own, no parametrization. False for any other module.
-bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias);
+// of its own but one that is remembered, no parametrization. False for any other module. `called`: the module has been
+// called, so that its hooks see what they are to see.
+bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called = false);
 
 }  // namespace multihead

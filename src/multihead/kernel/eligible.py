@@ -100,17 +100,20 @@ def scores(region: "Region") -> Reason | None:
     return None if hidden is None else Reason(*hidden)
 
 
-def _slower_in(dtype: torch.dtype) -> Reason | None:
+def slower_in(dtype: torch.dtype) -> Reason | None:
     """float32 is faster here than in torch on every CPU; bfloat16 where the CPU multiplies pairs of it."""
     if dtype is torch.float32 or (dtype is torch.bfloat16 and kernel.in_pairs()):
         return None
     return Reason(f"torch's product is as fast in {dtype} on this CPU", True)
 
 
-def projection(p: nn.Module, x: Tensor) -> "_native.Linear | Reason":
-    """Step 1 or 7 by a module: its product, read and ready to run. Not asked where `modules_watched` says somebody."""
+def projection(p: nn.Module, x: Tensor, called: bool = False) -> "_native.Linear | Reason":
+    """Step 1 or 7 by a module: its product, read and ready to run. Not asked where `modules_watched` says somebody.
+
+    `called`: the module has been called, so that its own hooks see what they are to see.
+    """
     assert kernel.module is not None
-    return _product(kernel.module.projection(p, x, torch.is_grad_enabled()), x)
+    return _product(kernel.module.projection(p, x, torch.is_grad_enabled(), called), x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> "_native.Linear | Reason":
@@ -124,7 +127,7 @@ def _product(read: "_native.Linear | tuple[str, bool]", x: Tensor) -> "_native.L
         return Reason(*read)
     if not MANY and read.rows > ROWS:
         return _MANY_ROWS
-    return _slower_in(x.dtype) or read
+    return slower_in(x.dtype) or read
 
 
 _MANY_ROWS = Reason(f"more than {ROWS} rows, where torch's product is as fast on this CPU", True)
@@ -139,4 +142,4 @@ def layer(of: "MultiHeadAttention", x: Tensor, context: Tensor | None) -> "_nati
     B, _, Q, K = read.sizes
     if not MANY and B * max(Q, K) > ROWS:
         return _MANY_ROWS
-    return _slower_in(x.dtype) or read
+    return slower_in(x.dtype) or read

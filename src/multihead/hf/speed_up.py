@@ -1,0 +1,214 @@
+"""Make a Hugging Face model faster in place: what of it may run on the kernel does, until it is undone."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from multihead import kernel
+from multihead.hf.cache import grow, kept
+from multihead.hf.interface import NAME
+from multihead.hf.watch import attentions
+from multihead.kernel import eligible
+from multihead.kernel.forward import Forward, LinearForward
+
+
+class Report:
+    """What `speed_up` has replaced and what not, by the names of modules; `undo()`, or the end of its `with` block,
+    puts the model back.
+
+    Attributes:
+        replaced: for each module that runs on the kernel where it can, how.
+        left: for each that might have, why it stays as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.replaced: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def undo(self) -> None:
+        """Put the model back as it was. Again: does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        lines = [f"{type(self.model).__name__}, {'sped up' if self._undo else 'as it was'}"]
+        for title, found in (("replaced", self.replaced), ("left", self.left)):
+            lines += [f"  {title}:"] if found else []
+            kinds = Counter(found.values())
+            for how, count in kinds.most_common():
+                names = [name or "(the model)" for name in found if found[name] == how]
+                shown = ", ".join(names[:3]) + (", …" if count > 3 else "")
+                lines.append(f"  {count:5} {how}: {shown}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def speed_up(model: nn.Module) -> Report:
+    """Run what can on the kernel: a report of it, whose `undo()` puts the model back; or for the length of a `with`.
+
+    Attention becomes `multihead`. Every `nn.Linear` multiplies by the kernel's product where that is faster. `generate`
+    makes caches that grow in place where none is given (`mh.hf.cache`), and a call that fails leaves its cache as it
+    was. Modules, parameters and state_dict stay as they are. Whatever could see the difference in a call (a gradient, a
+    hook on all modules, autocast, a compiler, an adapter in a linear's place) has that call run as before.
+
+    >>> import multihead.hf
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> report = mh.hf.speed_up(model)
+    >>> print(report)
+    LlamaForCausalLM, sped up
+      replaced:
+         15 product of the kernel: model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, ...
+          2 attention of the kernel: model.layers.0.self_attn, model.layers.1.self_attn
+          1 caches grow in place: (the model)
+    >>> written = model.generate(torch.randint(61, (1, 9)), max_new_tokens=5, do_sample=False)
+    >>> report.undo()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected a Hugging Face model")
+    report = Report(model)
+    try:
+        if kernel.module is None:
+            report.left[""] = f"the native module is {kernel.missing}"
+            return report
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                _note(report, name, module, LinearForward, _why_not_linear(module))
+            elif isinstance(module, Conv1D):
+                report.left[name] = "is a Conv1D: its weight lies the other way round"
+        _replace_attention(report)
+        _replace_cache(report)
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def _note(report: Report, name: str, module: nn.Module, by: type[Forward], why_not: str | None) -> None:
+    why_not = why_not or _why_not_any(module, by)
+    if why_not is not None:
+        report.left[name] = why_not
+        return
+    forward = by(module)
+    forward.put()
+    report.replaced[name] = by.what
+    report._undo.append(forward.undo)
+
+
+def _why_not_any(module: nn.Module, by: type[Forward]) -> str | None:
+    own = module.__dict__.get(by.method)
+    if isinstance(own, Forward):
+        return "is sped up already"
+    if own is not None:
+        return f"has a {by.method} of its own"
+    return None
+
+
+def _why_not_linear(module: nn.Linear) -> str | None:
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__name__}"
+    weight = module._parameters.get("weight")
+    if weight is None or type(weight) is not nn.Parameter:
+        return "has no plain weight"
+    if weight.device.type != "cpu":
+        return f"its weight is on {weight.device}"
+    slower = eligible.slower_in(weight.dtype)
+    return None if slower is None else slower.says
+
+
+def _roots(model: nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers in it that are not part of another: the model itself, or what an adapter wraps."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
+
+
+def _replace_attention(report: Report) -> None:
+    for root in _roots(report.model):
+        configs = {id(m.config): m.config for m in root.modules() if isinstance(m, PreTrainedModel)}
+        for config in list(configs.values()):
+            configs |= {id(part): part for part in _parts(config)}
+        before = [(config, config._attn_implementation) for config in configs.values()]
+
+        def restore(before: list = before) -> None:
+            for config, name in before:
+                config._attn_implementation_internal = name
+
+        report._undo.append(restore)
+        try:
+            if attentions(root):
+                root.set_attn_implementation(NAME)
+        except (ValueError, ImportError):  # a part of it has no interface, say: it stays as it is
+            restore()
+    found = attentions(report.model)
+    if not found:
+        report.left["attention"] = "the model does not use transformers' attention interface"
+    for name, module in found.items():
+        used = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if used == NAME:
+            report.replaced[name] = "attention of the kernel"
+        else:
+            report.left[name] = f"its attention stays {used!r}"
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield part
+            yield from _parts(part)
+
+
+class ModelForward(Forward):
+    """A call that fails leaves its cache as it was; a cache that the model has made itself grows in place."""
+
+    what = "a call that fails leaves its cache as it was"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.on or torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        given = kwargs.get("past_key_values")
+        with kept(given):
+            out = self.plain(*args, **kwargs)
+        made = getattr(out, "past_key_values", None)
+        if given is None and isinstance(made, Cache):
+            grow(made)
+        return out
+
+
+class GenerateForward(Forward):
+    """The caches that `generate` makes grow in place."""
+
+    what = "caches grow in place"
+    method = "_prepare_cache_for_generation"
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        given = model_kwargs.get("past_key_values")
+        result = self.plain(generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get("past_key_values")
+        if self.on and given is None and isinstance(made, Cache):
+            grow(made)
+        return result
+
+
+def _replace_cache(report: Report) -> None:
+    names = {id(module): name for name, module in report.model.named_modules()}
+    for root in _roots(report.model):
+        if hasattr(root, GenerateForward.method):
+            _note(report, names[id(root)], root, ModelForward, None)
+            _note(report, names[id(root)], root, GenerateForward, None)

@@ -1,0 +1,534 @@
+"""A model that was sped up gives what it gave, in every way to call it, and is itself again afterwards."""
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+import multihead as mh
+import multihead.hf
+from multihead.hf.cache import GrowingLayer
+from multihead.kernel import eligible
+from multihead.kernel.forward import Forward, LinearForward
+from tests.hf_architectures import ARCHITECTURES, GROUPED, LEDGER, Architecture, Refused, tokens
+from tests.test_hf import by_model, padding, run, tensors
+
+FAMILIES = {
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Gemma2", "GptOss")
+} | {"GPT2LMHeadModel"}
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers', in GPT-BigCode
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_and_on_one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each product of an `nn.Linear` that was asked for ran on the kernel."""
+    asked: list[bool] = []
+
+    def projection(*args: Any, **given: Any) -> Any:
+        read = original(*args, **given)
+        asked.append(not isinstance(read, eligible.Reason))
+        return read
+
+    original = eligible.projection
+    monkeypatch.setattr(eligible, "projection", projection)
+    return asked
+
+
+def find(model: str) -> Architecture:
+    return next(a for a in ARCHITECTURES if a.model.startswith(model))
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**{**GROUPED, "max_position_embeddings": 512, **options})
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+
+
+def of_whom(model: nn.Module) -> dict[str, Any]:
+    """What lies in the dictionaries of modules that did not come from their class, and where each parameter lies."""
+    own = {
+        n: [k for k in m.__dict__ if k in ("forward", "_prepare_cache_for_generation")]
+        for n, m in model.named_modules()
+    }
+    state = {name: (t.data_ptr(), tuple(t.shape)) for name, t in model.state_dict().items()}
+    return {
+        "own": own,
+        "state": state,
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+    }
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LEDGER], **by_model)
+def test_outputs_of_every_architecture(architecture: Architecture | Refused) -> None:
+    """Those that have no attention interface keep working, too."""
+    model, inputs = architecture.build("eager"), architecture.inputs()
+    with torch.no_grad():
+        before, found = of_whom(model), tensors(model(**inputs))
+        with mh.hf.speed_up(model) as report:
+            assert report.replaced
+            assert of_whom(model)["state"] == before["state"]
+            sped_up = tensors(model(**inputs))
+        assert of_whom(model) == before
+        after = tensors(model(**inputs))
+    assert sped_up.keys() == found.keys()
+    for name, t in found.items():
+        assert torch.equal(after[name], t)
+        assert (sped_up[name] - t).abs().max() <= 2e-5 * t.abs().max()  # CLIP's logits: rounded 22 times over
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+    options = {"max_new_tokens": 200, "do_sample": False, "suppress_tokens": [0], **options}
+    return model.generate(**inputs, return_dict_in_generate=True, output_logits=True, **options)
+
+
+def assert_same_text(ours: Any, theirs: Any) -> None:
+    """Token for token, or first different where the two largest logits are as good as equal."""
+    prompt = theirs.sequences.shape[1] - len(theirs.logits)
+    for row, (a, b) in enumerate(zip(ours.sequences, theirs.sequences, strict=True)):
+        differ = (a != b).nonzero()
+        if len(differ):
+            logits = theirs.logits[int(differ[0]) - prompt][row]
+            first, second = logits.topk(2).values
+            assert first - second <= 1e-4 * logits.abs().max(), f"row {row}, token {int(differ[0]) - prompt}"
+
+
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.model in FAMILIES], **by_model)
+def test_the_same_text_for_200_tokens(architecture: Architecture) -> None:
+    longer = "n_positions" if architecture.model.startswith("GPT2") else "max_position_embeddings"
+    architecture = Architecture(**{**vars(architecture), "options": {**architecture.options, longer: 256}})
+    model = architecture.build("eager")
+    inputs = {"input_ids": tokens(2, 9), "attention_mask": padding(9, "left")}
+    theirs = greedy(model, inputs)
+    with mh.hf.speed_up(model):
+        ours = greedy(model, inputs)
+    assert ours.sequences.shape == (2, 209)
+    assert_same_text(ours, theirs)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "beams, several answers": {"num_beams": 4, "num_return_sequences": 2},
+    "a static cache": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "chunks of the prompt": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["Llama", "Mistral", "GPT2"])
+def test_ways_to_generate(model: str, way: str) -> None:
+    built: Any = find(model).build("eager")
+    inputs = {"input_ids": tokens(2, 9), "attention_mask": padding(9, "left")}
+    theirs = greedy(built, inputs, max_new_tokens=20, **WAYS[way])
+    with mh.hf.speed_up(built):
+        ours = greedy(built, inputs, max_new_tokens=20, **WAYS[way])
+    assert torch.equal(ours.sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("model", ["Llama", "Mistral"])
+def test_assisted_decoding(model: str) -> None:
+    built, helper = find(model).build("eager"), find(model).build("eager", seed=3)
+    for parameter in helper.parameters():  # right now and then
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    options = {"max_new_tokens": 24, "do_sample": False, "assistant_model": helper}
+    theirs = built.generate(tokens(1, 9), **options)
+    with mh.hf.speed_up(built), mh.hf.speed_up(helper):
+        assert torch.equal(built.generate(tokens(1, 9), **options), theirs)
+
+
+def test_a_chat_goes_on() -> None:
+    model = llama()
+    given = {"max_new_tokens": 6, "do_sample": False}
+
+    def chat(past: DynamicCache) -> Tensor:
+        said = tokens(1, 9)
+        for _ in range(3):
+            said = model.generate(said, past_key_values=past, **given)
+            said = torch.cat((said, tokens(1, 4)), 1)
+        return said
+
+    theirs = chat(DynamicCache(config=model.config))
+    with mh.hf.speed_up(model):
+        assert torch.equal(chat(mh.hf.cache(model)), theirs)
+        assert torch.equal(chat(DynamicCache(config=model.config)), theirs)
+
+
+def test_caches_grow_in_place_whoever_makes_them() -> None:
+    model = llama()
+    with mh.hf.speed_up(model), torch.no_grad():
+        written = model.generate(tokens(1, 5), max_new_tokens=3, return_dict_in_generate=True)
+        by_hand = model(tokens(1, 5)).past_key_values
+        for past in (written.past_key_values, by_hand):
+            assert {type(layer) for layer in past.layers} == {GrowingLayer}
+        static = StaticCache(config=model.config, max_cache_len=16)
+        assert model(tokens(1, 5), past_key_values=static).past_key_values is static
+    assert type(model(tokens(1, 5)).past_key_values.layers[0]) is not GrowingLayer
+
+
+def test_no_copy_of_the_cache_for_a_token() -> None:
+    model = llama()
+    past = mh.hf.cache(model)
+    with mh.hf.speed_up(model), torch.no_grad():
+        model(tokens(1, 64), past_key_values=past)
+        at = [layer.keys.data_ptr() for layer in past.layers]
+        for _ in range(20):
+            model(tokens(1, 1), past_key_values=past)
+        assert [layer.keys.data_ptr() for layer in past.layers] == at
+
+
+def test_everything_runs_on_the_kernel(products: list[bool]) -> None:
+    model = llama()
+    with mh.hf.speed_up(model) as report, torch.no_grad():
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        assert set(linears) <= set(report.replaced)
+        model(tokens(1, 1))
+    assert products
+    assert all(products)
+
+
+# What could notice ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients(products: list[bool]) -> None:
+    model = llama()
+    ids = tokens(2, 7)
+    model(ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with mh.hf.speed_up(model):
+        model(ids, labels=ids).loss.backward()
+    assert not any(products)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_see_every_module() -> None:
+    model = llama()
+    seen: list[str] = []
+    names = [name for name, module in model.named_modules() if not list(module.children())]
+
+    def note(name: str) -> Callable:
+        return lambda *_: seen.append(name)
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(note(name))
+    with torch.no_grad():
+        plain = model(tokens(1, 3)).logits
+        expected = list(seen)
+        seen.clear()
+        with mh.hf.speed_up(model):
+            ours = model(tokens(1, 3)).logits
+    assert seen == expected
+    torch.testing.assert_close(ours, plain)
+
+
+def test_a_hook_that_changes_what_passes() -> None:
+    model = llama()
+    for name in ("mlp.up_proj", "self_attn.k_proj", "input_layernorm", "mlp", "self_attn.o_proj"):
+        model.get_submodule(f"model.layers.1.{name}").register_forward_hook(lambda m, i, out: out * 1.5)
+    with torch.no_grad():
+        plain = model(tokens(1, 3)).logits
+        with mh.hf.speed_up(model):
+            torch.testing.assert_close(model(tokens(1, 3)).logits, plain)
+
+
+class Lora(nn.Module):
+    """As adapters do it: in the linear's place, calling it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters(when: str) -> None:
+    model = llama()
+
+    def adapt() -> None:
+        torch.manual_seed(5)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj, layer.mlp.down_proj = Lora(layer.self_attn.q_proj), Lora(layer.mlp.down_proj)
+
+    if when == "before":
+        adapt()
+    with mh.hf.speed_up(model), torch.no_grad():
+        if when == "after":
+            model(tokens(1, 3))
+            adapt()
+        ours = model(tokens(1, 3)).logits
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model(tokens(1, 3)).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantised_linears_are_left_and_work() -> None:
+    model = llama(tie_word_embeddings=False)
+    small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    with torch.no_grad():
+        plain = small(tokens(1, 3)).logits
+        with mh.hf.speed_up(small) as report:
+            assert not any("product" in how for how in report.replaced.values())
+            torch.testing.assert_close(small(tokens(1, 3)).logits, plain)
+
+
+def test_weights_that_come_when_they_are_called_for() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate: its offloading is the test")
+    model = llama()
+    with torch.no_grad():
+        plain = model(tokens(1, 3)).logits
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        with mh.hf.speed_up(model) as report:
+            assert report.left["model.layers.0.mlp.up_proj"] == "its weight is on meta"
+            torch.testing.assert_close(model(tokens(1, 3)).logits, plain)
+
+
+def test_a_forward_that_is_put_over_ours_stays() -> None:
+    model = llama()
+    report = mh.hf.speed_up(model)
+    head, called = model.lm_head, []
+    ours = head.forward
+
+    def over(x: Tensor) -> Tensor:
+        called.append(True)
+        return ours(x)
+
+    head.forward = over
+    with torch.no_grad():
+        sped_up = model(tokens(1, 3)).logits
+        report.undo()
+        assert head.forward is over
+        torch.testing.assert_close(model(tokens(1, 3)).logits, sped_up)
+    assert len(called) == 2
+
+
+def test_autocast(products: list[bool]) -> None:
+    model = llama()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = model(tokens(1, 3)).logits
+        with mh.hf.speed_up(model):
+            ours = model(tokens(1, 3)).logits
+    assert ours.dtype is plain.dtype
+    assert not any(products)
+    torch.testing.assert_close(ours, plain, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled() -> None:
+    model = llama()
+    with torch.no_grad(), mh.hf.speed_up(model):
+        expected = model(tokens(1, 5), use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager")
+        torch.testing.assert_close(compiled(tokens(1, 5), use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("way", ["watch", "ablate", "patch", "attentions", "trace"])
+@pytest.mark.parametrize("model", ["Llama", "GPT2", "Bert", "ViT"])
+def test_what_is_seen_and_changed(model: str, way: str) -> None:
+    architecture = find(model)
+    built, inputs = architecture.build(), architecture.inputs()
+
+    def outcome() -> list[Tensor]:
+        match way:
+            case "watch":
+                with mh.hf.watch(built) as seen:
+                    built(**inputs)
+                return [seen[n].weights() for n in seen]
+            case "ablate":
+                with mh.hf.ablate(built, {0: [1], 1: [0, 2]}):
+                    return list(tensors(built(**inputs)).values())
+            case "patch":
+                with mh.hf.patch(built, 1, lambda heads: heads.roll(1, dims=1)):
+                    return list(tensors(built(**inputs)).values())
+            case "trace":
+                t = mh.hf.trace(built, 1, **inputs)
+                return [t["weights"], t["output"]]
+        return list(run(built, inputs).values())
+
+    with torch.no_grad():
+        expected = outcome()
+        with mh.hf.speed_up(built):
+            ours = outcome()
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+# The model stays what it is ------------------------------------------------------------------------------------------
+
+
+def test_a_copy_and_a_pickle_have_forwards_of_their_own() -> None:
+    model = llama()
+    with mh.hf.speed_up(model), torch.no_grad():
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            for parameter in other.parameters():
+                parameter.zero_()
+            assert not other(tokens(1, 3)).logits.any()
+            forwards = {id(m.__dict__["forward"].module): m for m in other.modules() if "forward" in m.__dict__}
+            assert all(number == id(module) for number, module in forwards.items())
+        assert model(tokens(1, 3)).logits.any()
+
+
+def test_what_is_saved_is_what_would_be_saved(tmp_path: Any) -> None:
+    model = llama()
+    with mh.hf.speed_up(model):
+        model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens(1, 3)).logits, model(tokens(1, 3)).logits)
+
+
+def test_weights_may_change_meanwhile() -> None:
+    model, other = llama(), llama()
+    for parameter in other.parameters():
+        parameter.data.mul_(1.1)
+    with torch.no_grad(), mh.hf.speed_up(model):
+        model(tokens(1, 3))
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(model(tokens(1, 3)).logits, other(tokens(1, 3)).logits)
+        model.to(torch.float64)
+        torch.testing.assert_close(model(tokens(1, 3)).logits, other.double()(tokens(1, 3)).logits)
+
+
+def test_the_signature_stays() -> None:
+    model = llama()
+    before = inspect.signature(model.forward), inspect.signature(model.lm_head.forward)
+    with mh.hf.speed_up(model):
+        assert (inspect.signature(model.forward), inspect.signature(model.lm_head.forward)) == before
+
+
+def test_twice_and_undone_in_either_order() -> None:
+    for order in ((0, 1), (1, 0)):
+        model = llama()
+        before = of_whom(model)
+        reports = mh.hf.speed_up(model), mh.hf.speed_up(model)
+        assert "is sped up already" in reports[1].left.values()
+        assert not any("product" in how for how in reports[1].replaced.values())
+        with torch.no_grad():
+            model(tokens(1, 3))
+        for n in order:
+            reports[n].undo()
+            reports[n].undo()
+        assert of_whom(model)["own"] == before["own"]
+
+
+def test_what_fails_leaves_cache_and_model_as_they_were() -> None:
+    model = llama()
+    past = mh.hf.cache(model)
+    with mh.hf.speed_up(model), torch.no_grad():
+        expected = model(tokens(1, 12)).logits[:, -1]
+        model(tokens(1, 12)[:, :9], past_key_values=past)
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[1].mlp.up_proj.register_forward_hook(fail)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(tokens(1, 12)[:, 9:], past_key_values=past)
+            assert [layer.get_seq_length() for layer in past.layers] == [9, 9]
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(tokens(1, 12), max_new_tokens=4)
+        hook.remove()
+        again = model(tokens(1, 12)[:, 9:], past_key_values=past).logits[:, -1]
+        torch.testing.assert_close(again, expected)
+        assert model.generate(tokens(1, 12), max_new_tokens=4).shape == (1, 16)
+
+
+def test_an_interrupted_generation_can_be_taken_up() -> None:
+    model = llama()
+    options = {"max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(tokens(1, 9), **options)
+    past = mh.hf.cache(model)
+    calls = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise KeyboardInterrupt
+
+    with mh.hf.speed_up(model), torch.no_grad():
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(tokens(1, 9), past_key_values=past, **options)
+        hook.remove()
+        written = past.get_seq_length()
+        assert written == 9 + 10
+        said = expected[:, : written + 1]
+        rest = model.generate(said, past_key_values=past, max_new_tokens=39 - said.shape[1], do_sample=False)
+    assert torch.equal(rest, expected)
+
+
+def test_the_report_says_what_and_why() -> None:
+    model = find("GPT2").build("eager")
+    with mh.hf.speed_up(model) as report:
+        assert "is a Conv1D" in report.left["transformer.h.0.attn.c_attn"]
+        assert "lm_head" in report.replaced
+        assert "sped up" in str(report)
+        assert "Conv1D" in str(report)
+    assert "as it was" in str(report)
+    half = llama().half()
+    with mh.hf.speed_up(half) as report:
+        assert "float16" in report.left["lm_head"]
+    with pytest.raises(TypeError, match="model=dict: expected a Hugging Face model"):
+        mh.hf.speed_up({})  # type: ignore[arg-type]
+
+
+def test_without_the_core_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mh.kernel, "module", None)
+    monkeypatch.setattr(mh.kernel, "missing", "not built: no compiler")
+    model = llama()
+    with mh.hf.speed_up(model) as report:
+        assert report.left == {"": "the native module is not built: no compiler"}
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_inside_another_module() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.inner(ids).logits
+
+    wrapped = Wrapped().eval()
+    with torch.no_grad():
+        plain = wrapped(tokens(1, 3))
+        with mh.hf.speed_up(wrapped) as report:
+            assert wrapped.inner.config._attn_implementation == "multihead"
+            assert "inner.lm_head" in report.replaced
+            torch.testing.assert_close(wrapped(tokens(1, 3)), plain)
+    assert wrapped.inner.config._attn_implementation == "eager"
+
+
+def test_forwards_are_known_to_the_core() -> None:
+    """A linear with a forward of ours is plain still; with anyone else's it is not."""
+    linear = nn.Linear(8, 8)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        LinearForward(linear).put()
+        assert isinstance(linear.forward, Forward)
+        assert not isinstance(eligible.projection(linear, x), eligible.Reason)
+        linear.forward = lambda x: x
+        assert isinstance(eligible.projection(linear, x), eligible.Reason)
