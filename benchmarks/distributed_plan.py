@@ -10,6 +10,7 @@ import torch
 
 import multihead as mh
 import multihead.distributed
+from multihead.files import replacing
 
 SETTING = {"tokens": 2**20, "mask": mh.Causal(), "dtype": torch.bfloat16, "backward": True}
 MACHINE = {"bandwidth": 2.5e10, "latency": 1e-5, "flops": 5e13}  # bytes/s and flop/s of one accelerator; seconds
@@ -32,7 +33,8 @@ def main() -> None:
     left.set(title="seconds, forward and backward", xlabel="ranks")
     right.set(title="GiB of a rank", xlabel="ranks")
     left.legend()
-    figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "docs/distributed.svg", metadata={"Date": None})
+    with replacing(sys.argv[1] if len(sys.argv) > 1 else "docs/distributed.svg") as beside:
+        figure.savefig(beside, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
+from multihead.files import replacing
+
 KINDS = ("attend", "decode", "layer", "model")  # a lens has a yardstick, not a rival
 
 
@@ -54,9 +56,8 @@ def draw(run, path):
     where = f"{machine['CPU']}, {machine['threads']} threads, fp32, {machine['date']}, commit {machine['commit']}"
     axes.set_xlabel(f"the peer's time over ours: right of 1, ours is faster\n{where}")
     axes.legend(loc="lower right", fontsize=8, frameon=False)
-    beside = Path(path).with_name(f".{Path(path).name}")
-    figure.savefig(beside, format="svg", metadata={"Date": None})
-    beside.replace(path)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

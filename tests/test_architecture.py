@@ -15,6 +15,7 @@ SOURCE = Path(multihead.__file__).parent
 # A room may import from the rooms above it, and its own files from each other, without a circle.
 ROOMS = [
     "sizes",
+    "files",
     "draw",
     "masks",
     "positions",

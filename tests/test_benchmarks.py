@@ -270,15 +270,6 @@ def test_a_goal_just_missed_is_told_from_one_within_the_noise():
     assert report.verdict(lost, 1.5, 1.0) == "slower, goal missed"
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    path = tmp_path / "results.md"
-    report.write(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        report.write(path, "\ud800")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # Command line
 
 

@@ -33,10 +33,11 @@ def main() -> None:
     """Run the command line; a mistake in the arguments is a sentence and exit status 2, not a stack of calls."""
     try:
         app()
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError) as error:
         from rich.text import Text
 
-        message = Text("error: ", "red").append(_as_typed(str(error)), "default")
+        said = re.sub(r"^\[Errno \d+\] ", "", str(error))
+        message = Text("error: ", "red").append(_as_typed(said), "default")
         _console(stderr=True).print(message, soft_wrap=True)
         sys.exit(2)
 

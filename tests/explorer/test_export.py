@@ -13,7 +13,7 @@ import torch
 
 import multihead as mh
 from multihead.explorer import export
-from multihead.explorer.export import page, single_file, write
+from multihead.explorer.export import single_file
 from multihead.explorer.request import Refused
 from multihead.explorer.session import Session
 from multihead.explorer.wire import Answer
@@ -139,7 +139,7 @@ def test_explore_saves_a_page(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="there is no folder"):
-        write(tmp_path / "no" / "page.html", page({}, ""))
+        mh.explore(mh.MultiHeadAttention(16, heads=2), torch.randn(4, 16), save=tmp_path / "no" / "page.html")
     with pytest.raises(Refused):
         single_file(Session([mh_example()]), {"model": "example"})
 

@@ -14,8 +14,9 @@ from multihead.bench.cases import PEERS, select
 from multihead.bench.ceilings import measure_ceilings
 from multihead.bench.machine import describe
 from multihead.bench.measure import FEWEST_BLOCKS
-from multihead.bench.report import Report, as_json, ceiling_lines, markdown, notes, table, write
+from multihead.bench.report import Report, as_json, ceiling_lines, markdown, notes, table
 from multihead.bench.runner import run_case
+from multihead.files import write_text
 
 SECONDS, QUICK_SECONDS = 15.0, 3.0
 
@@ -40,7 +41,7 @@ def main(arguments=None):
         console.print(note, highlight=False)
     for path, form in ((options.markdown, markdown), (options.json, as_json)):
         if path:
-            write(path, form(report))
+            write_text(path, form(report))
     if not report.complete:
         return 130  # as a shell says of an interrupted command
     return 1 if any(result.refused for result in report.results) else 0

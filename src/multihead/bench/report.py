@@ -1,9 +1,7 @@
 """A run told three ways: a table on the terminal, Markdown to publish, JSON to compute with. Losses included."""
 
 import json
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
@@ -157,17 +155,6 @@ def as_json(report):
         "results": results,
     }
     return json.dumps(whole, indent=2) + "\n"
-
-
-def write(path, text):
-    """Beside, then renamed: a reader never finds half a report, and a crash leaves the old one."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def duration(seconds):

@@ -17,6 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from multihead.files import write_text
 from multihead.layer.trace import STEPS
 
 STATUS = {"healthy": 0, "diagnosed": 1, "unknown": 2}
@@ -111,7 +112,7 @@ class Report:
         """The report as a page of its own, written to `path` if one is given."""
         page = _page(self)
         if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
+            write_text(path, page)
         return page
 
     def __str__(self) -> str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from multihead.explorer.export import single_file, write
+from multihead.explorer.export import single_file
 from multihead.explorer.session import Session
 from multihead.explorer.subjects import of_model
+from multihead.files import write_text
 from multihead.layer.trace import Trace
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def explore(
     session = Session([subject])
     session.start_with(first)
     if save is not None:
-        write(save, single_file(session, session.first))
+        write_text(save, single_file(session, session.first))
         return None
     try:
         from multihead.explorer import serve
@@ -73,4 +74,4 @@ def write_trace(traced: Trace, path: str | os.PathLike) -> None:
     from multihead.explorer.given import Recorded
 
     session = Session([Recorded(traced)])
-    write(path, single_file(session, session.first))
+    write_text(path, single_file(session, session.first))

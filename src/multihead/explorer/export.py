@@ -9,13 +9,11 @@ import gzip
 import hashlib
 import html
 import json
-import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -110,19 +108,6 @@ def start_element(text: str, mode: str, state: str) -> str:
     """The page's HTML with what it starts from: where answers come from, and what to show."""
     start = json.dumps({"mode": mode, "version": version("multihead"), "state": state}).replace("<", "\\u003c")
     return START.sub(lambda _: f'<script type="application/json" id="multihead-start">{start}</script>', text, count=1)
-
-
-def write(path: str | os.PathLike, text: str) -> None:
-    """Write a page whole, or not at all."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it to")
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=1)

@@ -5,10 +5,11 @@ from typing import Any
 
 from rich.console import Console
 
-from multihead.explorer.export import single_file, state_of, write
+from multihead.explorer.export import single_file, state_of
 from multihead.explorer.session import Session
 from multihead.explorer.subject import Subject
 from multihead.explorer.subjects import of_name, of_package
+from multihead.files import write_text
 from multihead.models.store import NAMES
 
 
@@ -33,7 +34,7 @@ def launch(
     first = _chosen(session, subjects[0].id if model is None else model if model in NAMES else "model", text, sample)
     session.start_with(*first, layer)
     if save is not None:
-        write(save, single_file(session, session.first))
+        write_text(save, single_file(session, session.first))
         size = save.stat().st_size / 1e6
         console.print(f"wrote {save} ({size:.1f} MB): open it in a browser; it needs neither Python nor a network")
         return

@@ -150,7 +150,7 @@ def _cut(k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None) -> tuple[T
     Q, K, start, stop = visible.Q, visible.K, visible.start, visible.stop
     if not isinstance(start, Ramp) or not isinstance(stop, Ramp) or visible.dense is not None or Q == 0:
         return k, v, visible, bias
-    first, last = _at(start, 0), max(_at(stop, Q - 1), _at(start, 0))
+    first, last = start.at(0), max(stop.at(Q - 1), start.at(0))
     start, stop = _shift(start, first, last, Q), _shift(stop, first, last, Q)
     keys = slice(first, last)
     if bias is not None and bias.shape[-1] == K:
@@ -161,19 +161,15 @@ def _cut(k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None) -> tuple[T
 def _among_all(weights: Tensor, visible: Visible) -> Tensor:
     """The weights of the keys that `_cut` left, with zeros for the others."""
     assert isinstance(visible.start, Ramp)
-    first = _at(visible.start, 0)
+    first = visible.start.at(0)
     return torch.nn.functional.pad(weights, (first, visible.K - weights.shape[3] - first))
-
-
-def _at(ramp: Ramp, query: int) -> int:
-    return min(max(query + ramp.offset, ramp.low), ramp.high)
 
 
 def _shift(ramp: Ramp, first: int, last: int, Q: int) -> Ramp:
     """The same bound among the keys first…last, constant where it is the same for all queries."""
     low, high = (min(max(bound, first), last) - first for bound in (ramp.low, ramp.high))
     shifted = Ramp(ramp.offset - first, low, high)
-    return Ramp.constant(_at(shifted, 0)) if _at(shifted, 0) == _at(shifted, Q - 1) else shifted
+    return Ramp.constant(shifted.at(0)) if shifted.at(0) == shifted.at(Q - 1) else shifted
 
 
 def lens_of(

@@ -2,13 +2,13 @@
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from multihead.files import replacing
 from multihead.models.lm import LanguageModel
 from multihead.models.texts import Tokenizer
 from multihead.models.vit import VisionTransformer
@@ -26,17 +26,11 @@ def save(model: LanguageModel | VisionTransformer, path: str | os.PathLike) -> N
     >>> mh.models.load(path).labels[0]
     'T-shirt'
     """
-    path = Path(path)
     header = {"kind": "lm" if isinstance(model, LanguageModel) else "vit", "settings": json.dumps(model.settings)}
     if isinstance(model, LanguageModel) and model.tokenizer is not None:
         header["tokenizer"] = model.tokenizer.json
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, make_folder=True) as beside:
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, beside, metadata=header)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def load(name: str | os.PathLike) -> LanguageModel | VisionTransformer:

@@ -7,7 +7,6 @@ number of threads; another number sums in another order.
 
 import math
 import os
-import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multihead.files import replacing
 from multihead.sizes import require_int
 
 
@@ -140,14 +140,9 @@ def _optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 def save(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, recipe: Recipe, step: int) -> None:
     """Write a checkpoint beside its place, then move it there: what is there is whole at every moment."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "recipe": asdict(recipe), "step": step}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path, make_folder=True) as beside, beside.open("wb") as file:
+        torch.save(state, file)
 
 
 def _resume(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, recipe: Recipe) -> int:

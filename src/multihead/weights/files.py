@@ -7,7 +7,6 @@ torch files are read with `weights_only=True`. What cannot be read is a `ValueEr
 import json
 import os
 import pickle
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from multihead.files import replacing
 
 TORCH = (".pt", ".pth", ".bin")
 IN_FOLDER = (
@@ -162,12 +163,9 @@ def write(path: str | os.PathLike, tensors: dict[str, Tensor]) -> None:
     path = Path(path)
     if path.suffix != ".safetensors" and path.suffix not in TORCH:
         raise ValueError(f"{path}: expected a name that ends in .safetensors or {', '.join(TORCH)}")
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
-    try:
+    with replacing(path) as beside:
         if path.suffix == ".safetensors":
             save_file(tensors, beside, metadata={"format": "pt"})
         else:
-            torch.save(tensors, beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+            with beside.open("wb") as file:
+                torch.save(tensors, file)
