@@ -65,6 +65,7 @@ class Merged:
         return more
 
     def result(self) -> Tensor:
-        """Out (B,H,Q,V), 0 where nothing has been seen."""
+        """Out (B,H,Q,V), 0 where nothing has been seen; nothing can be added any more."""
         total = self.denominator.total
-        return (self.out / total.masked_fill(total == 0, 1)[..., None]).to(self.dtype)
+        self.out /= total.masked_fill(total == 0, 1)[..., None]
+        return self.out.to(self.dtype)

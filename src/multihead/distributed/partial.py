@@ -6,6 +6,7 @@ of a part has to be kept from the forward pass: it is computed once more, and di
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,10 +87,18 @@ class Whole:
     denominator: Denominator
     d_out: Tensor
 
-    @property
+    @cached_property
     def moved(self) -> Tensor:
-        """d_o·o, (B,H,q), in float64: what is left of it and of a part's own is a small difference."""
-        return (self.d_out.double() * self.out.double()).sum(-1)
+        """d_o·o, (B,H,q)."""
+        return self.dot(self.out)
+
+    def dot(self, out: Tensor) -> Tensor:
+        """The whole's d_o times an output, (B,H,q), in float64: what is left of two of them is a small difference.
+
+        Head by head, for float64 copies of all heads would be the largest tensors of the backward pass.
+        """
+        heads = zip(self.d_out.unbind(1), out.unbind(1))
+        return torch.stack([(d.double() * o.double()).sum(-1) for d, o in heads], 1)
 
 
 @torch.enable_grad()
@@ -102,7 +111,7 @@ def differentiate_part(
     out, lse = attend_part(call, inputs[0], inputs[1], inputs[2], cut_bias, queries, keys)
     with torch.no_grad():
         w = whole.denominator.share(lse)
-        d_lse = (w * ((whole.d_out.double() * out.double()).sum(-1) - whole.moved)).to(lse.dtype)
+        d_lse = (w * (whole.dot(out) - whole.moved)).to(lse.dtype)
         d_part = (whole.d_out.to(lse.dtype) * w[..., None]).to(out.dtype)
     wanted = inputs + ([cut_bias] if bias_too and cut_bias is not None else [])
     return list(torch.autograd.grad([out, lse], wanted, [d_part, d_lse]))

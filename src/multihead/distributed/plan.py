@@ -200,7 +200,9 @@ def _ring(s: _Setting, made: schedules.Schedule) -> Cost:
     longest = max(last - first for first, last in made.queries)
     block = int(away.max()) if W > 1 else 0
     own = s.B * (H + s.sizes.G) * (D + V) * longest * s.bytes
-    memory = own + 2 * block * s.kv * s.bytes + s.B * H * longest * V * s.wide + s.B * H * max(moved_in) * D * s.bytes
+    travelling = 2 * block * s.kv * s.bytes  # two halves that come, two that go
+    merging = s.B * H * longest * s.wide * (V * (2 if s.wide > s.bytes else 1) + 8)  # 8: tops, totals, shares
+    memory = own + travelling + merging + s.B * H * max(moved_in) * D * s.bytes
     headers = s.carry((W - 1) * HEADER_BYTES, min(W - 1, 1))
     return Cost(
         "ring", float(steps.max()) + shifted + headers, tuple(sent), memory, float(work.sum(1).max()),
@@ -225,7 +227,9 @@ def _ulysses(s: _Setting, lengths: list[int], pairs: float) -> Cost:
     compute = s.compute(pairs, most)
     transfer = s.carry(max(sent), (4 + 4 * s.backward) * (W > 1))
     whole = total * (most + kv) * (D + V) + max(lengths) * (s.sizes.H + s.sizes.G) * (D + V)
-    return Cost("ulysses", compute + transfer, tuple(sent), s.B * whole * s.bytes, compute, transfer)
+    back = max(lengths) * s.sizes.H * V  # the output as it comes back, and as it is added up where that is wider
+    memory = s.B * ((whole + back * (W - 1) / W) * s.bytes + (back * s.wide if s.wide > s.bytes else 0))
+    return Cost("ulysses", compute + transfer, tuple(sent), int(memory), compute, transfer)
 
 
 def _gather(s: _Setting, made: schedules.Schedule) -> Cost:

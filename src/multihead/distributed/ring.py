@@ -2,11 +2,16 @@
 
 Blocks go straight from the rank that has them to the one that needs them, in the order of the ring: at step s a rank
 receives from the s-th before it and sends to the s-th after it. So a block that a rank's queries do not see is not
-sent, and the rank a message did not come from is known. The merging is that of Liu et al. 2023 (arXiv:2310.01889); what
-is kept for the backward pass are a rank's own queries, keys and values, its output and log-sum-exp: N/ranks of each.
+sent, and the rank a message did not come from is known. A block travels in two halves: one is attended to while the
+other is on its way, so that never more than the size of one block is held of other ranks. The merging is that of Liu et
+al. 2023 (arXiv:2310.01889); what is kept for the backward pass are a rank's own queries, keys and values, its output
+and the softmax's denominator: N/ranks of each.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +24,16 @@ from multihead.distributed.schedule import Chunk, Schedule
 from multihead.distributed.wire import Receipt, Wire
 
 KEYS, QUERIES, OUTPUTS, GRADIENTS = 3, 4, 5, 6  # tags
+WORTH_CUTTING = 128  # keys; a shorter block travels whole
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Keys, with their values, that travel in one message; `turn`: the step of the ring, and the half of the block."""
+
+    turn: tuple[int, int]
+    peer: int  # the rank it comes from, or goes to
+    keys: Range  # in the whole sequence
 
 
 class Ring:
@@ -29,9 +44,19 @@ class Ring:
         self.chunks = [chunk for chunk in schedule.chunks if chunk.at == self.rank and _count(chunk.queries)]
         self.own = [chunk for chunk in schedule.chunks if chunk.owner == self.rank and _count(chunk.queries)]
         self.first_query, self.first_key = schedule.queries[self.rank][0], schedule.keys[self.rank][0]
-        self.packed: tuple[Range, Tensor] | None = (
-            None  # the latest block that was sent: the next one is often the same
-        )
+        steps = range(1, wire.size)
+        self.coming = [part for step in steps for part in self._parcels(step, self.rank - step, self.rank)]
+        self.going = [part for step in steps for part in self._parcels(step, self.rank, self.rank + step)]
+        self.packed: dict[Range, Tensor] = {}  # the two latest that were sent: most ranks need the same ones
+
+    def _parcels(self, step: int, source: int, to: int) -> list[Parcel]:
+        """What one rank sends another in a step: a block in two halves, or whole where it is short."""
+        source, to = source % self.wire.size, to % self.wire.size
+        first, last = self.schedule.needed(to, source)
+        middle = first + (last - first + 1) // 2 if last - first >= WORTH_CUTTING else last
+        peer = source if to == self.rank else to
+        halves = ((first, middle), (middle, last))
+        return [Parcel((step, half), peer, keys) for half, keys in enumerate(halves) if _count(keys)]
 
     def at_home(self, t: Tensor, chunk: Chunk) -> Tensor:
         """The rows of this rank's slice that a chunk is."""
@@ -68,46 +93,42 @@ class Ring:
             self.at_home(into, chunk).copy_(receipt.wait())
         return into
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Range, Tensor, Tensor]]:
-        """step, source, the range of the keys, k and v: one block after another, the next already under way."""
-        self.packed = None
-        coming = self._ask(1, k, v)
-        self._give(1, k, v)
-        for step in range(self.wire.size):
-            source = (self.rank - step) % self.wire.size
-            here = coming if step else None
-            if step:
-                coming = self._ask(step + 1, k, v)
-                self._give(step + 1, k, v)
-            keys = self.schedule.needed(self.rank, source)
-            if not step:
-                k_part, v_part = self._own_keys(k, keys), self._own_keys(v, keys)
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Parcel, Tensor, Tensor]]:
+        """This rank's own keys and values, then parcel after parcel of the others', the next already under way.
+
+        A parcel may be read until the next one is asked for: two buffers serve all of them in turn.
+        """
+        self.packed.clear()
+        going, receipt = deque(self.going), None
+        most = max((_count(parcel.keys) for parcel in self.coming), default=0)
+        buffers = [_message(k, v, most, k.dtype) for _ in self.coming[:2]]
+        own = Parcel((0, 0), self.rank, self.schedule.needed(self.rank, self.rank))
+        for n, (parcel, after) in enumerate(zip_longest((own, *self.coming), self.coming)):
+            following = None if after is None else self._ask(after, k, v, buffers[n % 2])
+            while going and (after is None or going[0].turn <= after.turn):
+                self._give(going.popleft(), k, v)
+            if receipt is None:
+                yield parcel, self._own_keys(k, parcel.keys), self._own_keys(v, parcel.keys)
             else:
-                k_part, v_part = _unpack(here, keys, k, v)
-            yield step, source, keys, k_part, v_part
+                yield parcel, *_unpack(receipt.wait(), parcel.keys, k, v)
+            receipt = following
+        self.packed.clear()
 
     def _own_keys(self, t: Tensor, keys: Range) -> Tensor:
         first = max(keys[0] - self.first_key, 0)
         return t[:, :, first : first + _count(keys)]
 
-    def _ask(self, step: int, k: Tensor, v: Tensor) -> Receipt | None:
-        """Receive the block of the rank `step` before this one, if it is needed."""
-        if step >= self.wire.size:
-            return None
-        source = (self.rank - step) % self.wire.size
-        count = k.shape[0] * k.shape[1] * _count(self.schedule.needed(self.rank, source)) * (k.shape[3] + v.shape[3])
-        return self.wire.receive((count,), k.dtype, k.device, source, KEYS)
+    def _ask(self, parcel: Parcel, k: Tensor, v: Tensor, buffer: Tensor) -> Receipt:
+        count = _size(k, v, _count(parcel.keys))
+        return self.wire.receive((count,), k.dtype, k.device, parcel.peer, KEYS, into=buffer)
 
-    def _give(self, step: int, k: Tensor, v: Tensor) -> None:
-        """Send this rank's block to the rank `step` after it, if that needs it."""
-        if step >= self.wire.size:
-            return
-        to = (self.rank + step) % self.wire.size
-        keys = self.schedule.needed(to, self.rank)
-        if _count(keys):
-            if self.packed is None or self.packed[0] != keys:
-                self.packed = keys, _pack(self._own_keys(k, keys), self._own_keys(v, keys))
-            self.wire.send(self.packed[1], to, KEYS)
+    def _give(self, parcel: Parcel, k: Tensor, v: Tensor) -> None:
+        keys = parcel.keys
+        if keys not in self.packed:
+            while len(self.packed) > 1:
+                del self.packed[next(iter(self.packed))]
+            self.packed[keys] = _pack(self._own_keys(k, keys), self._own_keys(v, keys))
+        self.wire.send(self.packed[keys], parcel.peer, KEYS)
 
 
 def _count(part: Range) -> int:
@@ -118,11 +139,18 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
-def _unpack(receipt: Receipt | None, keys: Range, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _size(k: Tensor, v: Tensor, n: int) -> int:
+    """Numbers that n keys and their values are."""
+    return k.shape[0] * k.shape[1] * n * (k.shape[3] + v.shape[3])
+
+
+def _message(k: Tensor, v: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(_size(k, v, n), dtype=dtype, device=k.device)
+
+
+def _unpack(flat: Tensor, keys: Range, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K and v (B,G,n,·) of a message."""
-    assert receipt is not None
     (B, G, _, D), V, n = k.shape, v.shape[3], _count(keys)
-    flat = receipt.wait()
     return flat[: B * G * n * D].view(B, G, n, D), flat[B * G * n * D :].view(B, G, n, V)
 
 
@@ -135,16 +163,22 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         brought = ring.bring(q, QUERIES)
         merged = [Merged(t.shape[0], t.shape[1], t.shape[2], v.shape[3], q.dtype, q.device) for t in brought]
-        for _, _, keys, k_part, v_part in ring.blocks(k, v):
+        for parcel, k_part, v_part in ring.blocks(k, v):
             for chunk, rows, so_far in zip(ring.chunks, brought, merged):
-                if _count(keys):
-                    part_bias = cut_bias(ring.call, bias, chunk.queries, keys)
-                    so_far.add(*attend_part(ring.call, rows, k_part, v_part, part_bias, chunk.queries, keys))
+                if _count(parcel.keys):
+                    part_bias = cut_bias(ring.call, bias, chunk.queries, parcel.keys)
+                    so_far.add(*attend_part(ring.call, rows, k_part, v_part, part_bias, chunk.queries, parcel.keys))
         for so_far in merged:
             so_far.add_sinks(sinks)
-        results = [so_far.result() for so_far in merged]
         known = [t for m in merged for t in (m.denominator.top, m.denominator.total)]
-        out = ring.take_home(results, q.new_zeros(*q.shape[:3], v.shape[3]), OUTPUTS)
+        results = [merged.pop(0).result() for _ in brought]
+        if ring.chunks == ring.own and len(results) == 1:
+            out = results[0]
+        else:
+            out = ring.take_home(results, q.new_empty(*q.shape[:3], v.shape[3]), OUTPUTS)
+        for n, chunk in enumerate(ring.chunks):
+            if chunk.owner == ring.rank:
+                results[n] = ring.at_home(out, chunk)
         ring.wire.flush()
         ctx.ring, ctx.chunks = ring, len(brought)
         ctx.save_for_backward(q, k, v, sinks, bias, *brought, *results, *known)
@@ -161,33 +195,35 @@ class RingAttention(torch.autograd.Function):
         wholes = [Whole(*of) for of in zip(rest[:n], rest[n : 2 * n], known, d_outs)]
         exact = torch.promote_types(q.dtype, torch.float32)
         d_q = [torch.zeros_like(whole.q, dtype=exact) for whole in wholes]
-        d_k, d_v = torch.zeros_like(k, dtype=exact), torch.zeros_like(v, dtype=exact)
+        d_keys = Owed(ring, torch.zeros_like(k, dtype=exact), torch.zeros_like(v, dtype=exact))
         bias_too = bias is not None and ctx.needs_input_grad[4]
         d_bias = torch.zeros_like(bias, dtype=exact) if bias_too else None
-        owed: list[tuple[Range, Receipt]] = []  # what others have found for this rank's keys
-        for step, source, keys, k_part, v_part in ring.blocks(k, v):
-            owed += _collect(ring, step, d_k, d_v)
-            if not _count(keys):
-                _add_owed(ring, owed, d_k, d_v, leave=1)
-                continue
-            part_k, part_v = torch.zeros_like(k_part, dtype=exact), torch.zeros_like(v_part, dtype=exact)
+        for parcel, k_part, v_part in ring.blocks(k, v):
+            keys = parcel.keys
+            d_keys.ask(parcel)
+            found = _message(k, v, _count(keys), exact)
+            d_parts = _unpack(found, keys, k, v)
             for i, (chunk, whole) in enumerate(zip(ring.chunks, wholes)):
+                if not _count(keys):
+                    break
                 part_bias = cut_bias(ring.call, bias, chunk.queries, keys)
-                found = differentiate_part(ring.call, whole, k_part, v_part, part_bias, chunk.queries, keys, bias_too)
-                for total, part in zip((d_q[i], part_k, part_v), found):
+                parts = differentiate_part(ring.call, whole, k_part, v_part, part_bias, chunk.queries, keys, bias_too)
+                for total, part in zip((d_q[i], *d_parts), parts):
                     total += part
                 if d_bias is not None:
                     into = cut_bias(ring.call, d_bias, chunk.queries, keys)
                     assert into is not None
-                    into += found[3]
-            if source == ring.rank:
-                ring._own_keys(d_k, keys).add_(part_k)
-                ring._own_keys(d_v, keys).add_(part_v)
+                    into += parts[3]
+            if parcel.peer == ring.rank:
+                d_keys.add(keys, found)
             else:
-                wire.send(_pack(part_k, part_v), source, GRADIENTS)
-            _add_owed(ring, owed, d_k, d_v, leave=1)
-        _add_owed(ring, owed, d_k, d_v, leave=0)
-        home = ring.take_home(d_q, torch.zeros_like(q, memory_format=torch.contiguous_format), QUERIES)
+                wire.send(found, parcel.peer, GRADIENTS)
+            del found, d_parts
+            d_keys.collect(leave=1)
+            wire.flush(GRADIENTS, leave=1)
+        d_keys.ask(None)
+        d_keys.collect(leave=0)
+        home = ring.take_home(d_q, torch.empty_like(q, memory_format=torch.contiguous_format), QUERIES)
         found_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             total = torch.zeros_like(sinks, dtype=exact)
@@ -195,29 +231,31 @@ class RingAttention(torch.autograd.Function):
                 total += d_sinks(whole, sinks)
             found_sinks = total.to(sinks.dtype)
         wire.flush()
-        return (
-            home,
-            d_k.to(k.dtype),
-            d_v.to(v.dtype),
-            found_sinks,
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-        )
+        found_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return home, d_keys.k.to(k.dtype), d_keys.v.to(v.dtype), found_sinks, found_bias, None
 
 
-def _collect(ring: Ring, step: int, d_k: Tensor, d_v: Tensor) -> list[tuple[Range, Receipt]]:
-    """Receive what the rank `step` after this one finds for this rank's keys in this step."""
-    other = (ring.rank + step) % ring.wire.size
-    keys = ring.schedule.needed(other, ring.rank)
-    if not step or not _count(keys):
-        return []
-    count = d_k.shape[0] * d_k.shape[1] * _count(keys) * (d_k.shape[3] + d_v.shape[3])
-    return [(keys, ring.wire.receive((count,), d_k.dtype, d_k.device, other, GRADIENTS))]
+class Owed:
+    """The gradients of this rank's keys and values: what it finds itself, and what the others send it."""
 
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        self.ring, self.k, self.v = ring, k, v
+        self.later, self.asked = deque(ring.going), deque[tuple[Range, Receipt]]()
 
-def _add_owed(ring: Ring, owed: list[tuple[Range, Receipt]], d_k: Tensor, d_v: Tensor, leave: int) -> None:
-    """Add what has been received, but for the newest `leave`, which are still being computed."""
-    while len(owed) > leave:
-        keys, receipt = owed.pop(0)
-        for total, part in zip((d_k, d_v), _unpack(receipt, keys, d_k, d_v)):
-            ring._own_keys(total, keys).add_(part)
+    def ask(self, now: Parcel | None) -> None:
+        """Receive what the others find for the parcels that were sent up to this turn; None: for all of them."""
+        while self.later and (now is None or self.later[0].turn <= now.turn):
+            parcel = self.later.popleft()
+            shape = (_size(self.k, self.v, _count(parcel.keys)),)
+            receipt = self.ring.wire.receive(shape, self.k.dtype, self.k.device, parcel.peer, GRADIENTS)
+            self.asked.append((parcel.keys, receipt))
+
+    def collect(self, leave: int) -> None:
+        """Add what has been received, but for the newest `leave`, which are still being computed."""
+        while len(self.asked) > leave:
+            keys, receipt = self.asked.popleft()
+            self.add(keys, receipt.wait())
+
+    def add(self, keys: Range, found: Tensor) -> None:
+        for total, part in zip((self.k, self.v), _unpack(found, keys, self.k, self.v)):
+            self.ring._own_keys(total, keys).add_(part)

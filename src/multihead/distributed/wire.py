@@ -70,7 +70,7 @@ class Wire:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = self.received = 0  # bytes, headers included
         self.waited = 0.0  # seconds in which this rank did nothing but wait for messages
-        self._pending: list[tuple[Any, Tensor, int]] = []
+        self._pending: list[tuple[Any, Tensor, int, int]] = []  # work, data, peer, tag
 
     @property
     def others(self) -> list[int]:
@@ -88,15 +88,18 @@ class Wire:
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
         data = t.detach().contiguous().flatten().view(torch.uint8)
         work = self._try(lambda: dist.isend(data, group=self.group, group_dst=to, tag=tag), to, "a message to")
-        self._pending.append((work, data, to))
+        self._pending.append((work, data, to, tag))
         self.sent += data.numel()
 
     def receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, tag: int = 0
-    ) -> Receipt:
-        """Receive in the background a tensor whose shape is known."""
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, tag: int = 0, *,
+        into: Tensor | None = None,
+    ) -> Receipt:  # fmt: skip
+        """Receive in the background a tensor whose shape is known; `into`: a buffer that has room for it."""
         count = torch.Size(shape).numel() * dtype.itemsize
-        buffer = torch.empty(count, dtype=torch.uint8, device=device)
+        if into is None:
+            into = torch.empty(count, dtype=torch.uint8, device=device)
+        buffer = into.view(torch.uint8)[:count]
         if not count:
             return Receipt(self, None, buffer, dtype, shape, source)
         work = self._try(
@@ -105,10 +108,13 @@ class Wire:
         self.received += count
         return Receipt(self, work, buffer, dtype, shape, source)
 
-    def flush(self) -> None:
-        """Wait until every message has left."""
-        pending, self._pending = self._pending, []
-        for work, _, peer in pending:
+    def flush(self, tag: int | None = None, leave: int = 0) -> None:
+        """Wait until every message has left; of one tag only, or all but the newest `leave`."""
+        chosen = [n for n, entry in enumerate(self._pending) if tag is None or entry[3] == tag]
+        chosen = chosen[: len(chosen) - leave]
+        now = [self._pending[n] for n in chosen]
+        self._pending = [entry for n, entry in enumerate(self._pending) if n not in chosen]
+        for work, _, peer, _ in now:
             self.finish(work, peer, "a message to")
 
     def finish(self, work: Any, peer: int, what: str) -> None:
