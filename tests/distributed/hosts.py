@@ -4,75 +4,63 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import multihead as mh
 import multihead.distributed
 
-TIMEOUT = 6.0
+TIMEOUT = 60.0  # seconds in which a link that was down may come back
+SHORT = 4.0  # after which a cut is noticed
 
 
 def say(*words: object) -> None:
     print("SAY", *words, flush=True)
 
 
-def check() -> None:
-    """Every method, forward and backward, beside one process on the same numbers."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    whole = [torch.randn(1, heads, 53, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    right = [t.clone().requires_grad_() for t in whole]
-    out = mh.attend(*right, mask=mh.Causal())
-    out.square().sum().backward()
-    off = 0.0
-    for method in ("ring", "ulysses", "gather"):
-        mine = [t.tensor_split(ranks, 2)[rank].clone().requires_grad_() for t in whole]
-        found = mh.distributed.attend(*mine, mh.Causal(), mesh=dist.group.WORLD, method=method)
-        found.square().sum().backward()
-        pairs = [(found, out), *((a.grad, b.grad) for a, b in zip(mine, right))]
-        off = max(off, *(float((a - b.tensor_split(ranks, 2)[rank]).detach().abs().max()) for a, b in pairs))
-    say(off)
-
-
-def time_ring(tokens: int, pair: dist.ProcessGroup) -> None:
-    """Of two hosts, the seconds of a ring, those of them in which it waited, and those of its transfer alone.
-
-    Computation is what is left of the ring's own time, so that whatever else runs on this machine counts on both sides.
-    """
-    if dist.get_rank() > 1:
-        return
-    torch.manual_seed(0)
-    layer, x = mh.MultiHeadAttention(256, heads=4), torch.randn(1, tokens, 256)
-    mh.distributed.shard_sequence(layer, pair)
-    wire, found = layer.sharding.wire, []
-    with torch.no_grad():
-        for _ in range(3):
-            dist.barrier(pair)
-            before, began = wire.waited, time.perf_counter()
-            layer(x)
-            together, waited = time.perf_counter() - began, wire.waited - before
-            dist.barrier(pair)
-            began = time.perf_counter()
-            wire.exchange(torch.cat((x, x)))  # as much as the keys and values
-            found.append((waited, together, time.perf_counter() - began))
-    waited, together, transfer = sorted(found)[1]
-    say(together, waited, transfer)
-
-
-def go_on_until_cut() -> None:
-    """Attention again and again, until a rank is lost: which one, and how long its last call took."""
+def go_on_until_cut(group: dist.ProcessGroup) -> None:
+    """Attention again and again, until a rank is lost: which one."""
     q = torch.randn(1, 4, 64, 8)
     say("ready")
     while True:
-        began = time.monotonic()
         try:
-            mh.distributed.attend(q, q, q, mesh=dist.group.WORLD)
+            mh.distributed.attend(q, q, q, mesh=group)
         except mh.distributed.RankLost as lost:
-            say(lost.rank, time.monotonic() - began)
+            say(lost.rank)
             return
         time.sleep(0.05)
+
+
+def time_ring(tokens: int, repeats: int) -> None:
+    """Of a ring of all hosts: its seconds, those in which it waited, and those of its transfer alone; medians."""
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(256, heads=4), torch.randn(1, tokens, 256)
+    mh.distributed.shard_sequence(layer, dist.group.WORLD)
+    wire, found = layer.sharding.wire, []
+    with torch.no_grad():
+        for _ in range(repeats + 1):  # the first one warms up
+            dist.barrier()
+            before, began = wire.waited, time.perf_counter()
+            layer(x)
+            together, waited = time.perf_counter() - began, wire.waited - before
+            dist.barrier()
+            began = time.perf_counter()
+            wire.exchange(torch.cat((x, x)))  # as much as the keys and values
+            found.append((together, waited, time.perf_counter() - began))
+    say(*(sorted(column)[len(column) // 2] for column in zip(*found[1:])))
+
+
+def answer(function: str, path: str, mesh: DeviceMesh, *args: Any) -> None:
+    """What a function of the tests gives on this rank, put where they find it."""
+    from tests.distributed import test_attention, test_layer
+
+    known = {"run_cases": test_attention.run_cases, "decoded": test_layer.decoded}
+    torch.save(known[function](mesh, *args), Path(path) / f"{dist.get_rank()}.pt")
+    say("done")
 
 
 def main() -> None:
@@ -81,16 +69,19 @@ def main() -> None:
     torch.set_num_threads(1)
     where = f"tcp://{host}:{port}"
     dist.init_process_group("gloo", where, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
-    pair = dist.new_group([0, 1])
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("ranks",))
+    impatient = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=SHORT))
     say("joined")
     for line in sys.stdin:
         match line.split():
-            case ["check"]:
-                check()
-            case ["time", tokens]:
-                time_ring(int(tokens), pair)
+            case ["cases", path, method, numbers]:
+                answer("run_cases", path, mesh, method, [int(n) for n in numbers.split(",")])
+            case ["decode", path]:
+                answer("decoded", path, mesh, 10)
+            case ["time", tokens, repeats]:
+                time_ring(int(tokens), int(repeats))
             case ["until-cut"]:
-                go_on_until_cut()
+                go_on_until_cut(impatient)
             case ["leave"]:
                 break
     os._exit(0)  # the others may be cut off: nobody is waited for

