@@ -285,7 +285,7 @@ class TestAskedOnce:
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Which calls were read by the kernel, and what it said of them."""
         made: list[str] = []
-        for name in ("attention", "layer", "linear", "projection"):
+        for name in ("attend", "attention", "layer", "linear", "projection"):
             read = getattr(kernel.module, name)
 
             def counted(*args: Any, name: str = name, read: Any = read) -> Any:
@@ -305,17 +305,21 @@ class TestAskedOnce:
             assert asked == ["layer"]
             asked.clear()
             turned(x)
-            assert asked == ["projection"] * 3 + ["attention", "projection"]
+            assert asked == ["projection"] * 3 + ["attend", "projection"]
             asked.clear()
-        mh.attend(*(given()[name] for name in "qkv"))
+        qkv = [given()[name] for name in "qkv"]
+        mh.attend(*qkv)
+        assert asked == ["attend"]
+        asked.clear()
+        mh.attend(*qkv, return_lse=True)
         assert asked == ["attention"]
 
     def test_in_training_nothing_is_read_in_vain(self, asked: list[str]) -> None:
         layer, x = mh.MultiHeadAttention(24, 6), torch.randn(5, 24)
         layer(x, mask=mh.Causal()).sum().backward()
         assert asked.count("attention") == 2  # forward and backward, inside the operators
-        assert set(asked) <= {"attention", "attention refused"}
-        assert asked.count("attention refused") <= 1
+        assert set(asked) <= {"attention", "attend refused"}
+        assert asked.count("attend refused") <= 1
 
 
 class TestTwoWaysToRead:

@@ -5,6 +5,7 @@
 #include "core/dispatch.h"
 #include "core/features.h"
 #include "python/calls.h"
+#include "python/watchers.h"
 
 namespace nb = nanobind;
 
@@ -81,6 +82,10 @@ NB_MODULE(_native, module) {
 
   module.def("attention", read_attention, nb::arg("call"), nb::arg("gradients") = false,
              "An Attention, or (reason, dispatched).");
+  module.def("attend", attend_now, nb::arg("call").none(), nb::arg("mask").none(), nb::arg("lower"),
+             "The output of attention, or (reason, dispatched).");
+  module.def("watched", watched, nb::arg("modules") = false,
+             "Who would notice that a call leaves torch: (reason, dispatched), or None.");
   module.def("layer", read_layer, nb::arg("layer"), nb::arg("x").none(), nb::arg("context").none(),
              nb::arg("gradients") = false, "A Layer, or (reason, dispatched).");
   module.def("linear", read_linear, nb::arg("x").none(), nb::arg("weight").none(), nb::arg("bias").none(),

@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "python/watchers.h"
+
 namespace nb = nanobind;
 
 namespace multihead {
@@ -23,6 +25,7 @@ class Name {
     if (!made_) made_ = PyUnicode_InternFromString(text_);
     return made_;
   }
+  const char* text() const { return text_; }
 
  private:
   const char* text_;
@@ -37,7 +40,20 @@ nb::object attribute(nb::handle object, const Name& name) {
 
 const Name q_name("q"), k_name("k"), v_name("v"), bias_name("bias"), sinks_name("sinks"), scale_name("scale"),
     softcap_name("softcap"), dropout_name("dropout"), start_name("start"), stop_name("stop"), dense_name("dense"),
-    offset_name("offset"), low_name("low"), high_name("high");
+    offset_name("offset"), low_name("low"), high_name("high"), sizes_name("sizes"), modules_name("_modules"),
+    E_name("E"), C_name("C"), D_name("D"), V_name("V"), q_proj_name("q_proj"), k_proj_name("k_proj"),
+    v_proj_name("v_proj"), o_proj_name("o_proj");
+
+// What a call of attention is given.
+struct Given {
+  nb::object q, k, v, bias, sinks, scale, softcap, dropout;
+
+  static Given attributes_of(nb::handle call) {
+    return {attribute(call, q_name),       attribute(call, k_name),      attribute(call, v_name),
+            attribute(call, bias_name),    attribute(call, sinks_name),  attribute(call, scale_name),
+            attribute(call, softcap_name), attribute(call, dropout_name)};
+  }
+};
 
 // Reading -------------------------------------------------------------------------------------------------------------
 
@@ -49,8 +65,7 @@ bool number(Reader& reader, nb::handle given, const char* name, double& to) {
   return std::isfinite(to) || reader.refuse(std::string(name) + " is not finite");
 }
 
-bool options(Reader& reader, nb::handle of, const index D, Plan& plan) {
-  const nb::object scale = attribute(of, scale_name), softcap = attribute(of, softcap_name);
+bool options(Reader& reader, nb::handle scale, nb::handle softcap, const index D, Plan& plan) {
   plan.scale = std::pow(static_cast<double>(D), -0.5);
   if (!scale.is_none() && !number(reader, scale, "scale", plan.scale)) return false;
   if (softcap.is_none()) return true;
@@ -76,12 +91,10 @@ bool heads(Reader& reader, nb::handle given, const char* name, Tensor& t, View& 
   return true;
 }
 
-bool attention(Reader& reader, nb::handle call, Plan& plan) {
+bool attention(Reader& reader, const Given& call, Plan& plan) {
   Tensor q, k, v;
-  const nb::object values = attribute(call, v_name);
-  if (!heads(reader, attribute(call, q_name), "q", q, plan.q) ||
-      !heads(reader, attribute(call, k_name), "k", k, plan.k))
-    return false;
+  const nb::handle values = call.v;
+  if (!heads(reader, call.q, "q", q, plan.q) || !heads(reader, call.k, "k", k, plan.k)) return false;
   if (!values.is_none() && !heads(reader, values, "v", v, plan.v)) return false;
   if (values.is_none()) v.number = q.number, v.shape[0] = k.shape[0], v.shape[1] = k.shape[1], v.shape[2] = k.shape[2];
   if (q.number > Number::f16) return reader.refuse("q is not floating");
@@ -95,17 +108,16 @@ bool attention(Reader& reader, nb::handle call, Plan& plan) {
   if (s.K > most || s.rows() > most) return reader.refuse("more than 2**30 keys, or query rows that share them");
   plan.start.low = plan.start.high = 0;
   plan.stop.low = plan.stop.high = s.K;
-  const nb::object bias = attribute(call, bias_name);
-  if (!bias.is_none()) {
+  if (!call.bias.is_none()) {
     Tensor t;
     const index shape[] = {s.B, s.H, s.Q, s.K};
     index at[4];
-    if (!reader.floating(bias, "bias", wide(plan.type), t)) return false;
+    if (!reader.floating(call.bias, "bias", wide(plan.type), t)) return false;
     if (!broadcast(t, shape, 4, at)) return reader.refuse("bias does not broadcast to (B,H,Q,K)");
     plan.bias = {t.data, at[0], at[1], at[2], at[3]};
   }
-  if (!sinks(reader, attribute(call, sinks_name), plan) || !options(reader, call, s.D, plan)) return false;
-  if (!number(reader, attribute(call, dropout_name), "dropout", plan.dropout)) return false;
+  if (!sinks(reader, call.sinks, plan) || !options(reader, call.scale, call.softcap, s.D, plan)) return false;
+  if (!number(reader, call.dropout, "dropout", plan.dropout)) return false;
   return (plan.dropout >= 0 && plan.dropout <= 1) || reader.refuse("dropout is not a probability");
 }
 
@@ -175,9 +187,9 @@ bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, 
 }
 
 bool layer(Reader& reader, nb::handle of, nb::handle x, nb::handle context, Layer& to) {
-  const nb::object sizes = of.attr("sizes"), children = of.attr("_modules");
-  const auto width = [&](const char* name) { return nb::cast<index>(sizes.attr(name)); };
-  const index E = width("E"), C = width("C"), D = width("D"), V = width("V");
+  const nb::object sizes = attribute(of, sizes_name), children = attribute(of, modules_name);
+  const auto width = [&](const Name& name) { return nb::cast<index>(attribute(sizes, name)); };
+  const index E = width(E_name), C = width(C_name), D = width(D_name), V = width(V_name);
   if (!PyDict_Check(children.ptr())) return reader.refuse("the layer's children are not in a dictionary");
   Tensor from_x, from_context;
   if (!tokens(reader, x, "x", E, from_x)) return false;
@@ -198,28 +210,30 @@ bool layer(Reader& reader, nb::handle of, nb::handle x, nb::handle context, Laye
   to.x_batch = batched ? from_x.strides[0] : 0, to.x_row = from_x.strides[row];
   to.context_batch = batched ? from_context.strides[0] : 0, to.context_row = from_context.strides[row];
   to.E = E, to.C = C;
-  const auto child = [&](const char* name, index inputs, Projection& p, index& outputs) {
+  const auto child = [&](const Name& name, index inputs, Projection& p, index& outputs) {
     PyObject *weight, *bias;
-    if (!held_by(PyDict_GetItemString(children.ptr(), name), weight, bias))
-      return reader.refuse(std::string(name) + " does more than multiply and add");
+    if (!held_by(PyDict_GetItemWithError(children.ptr(), name.ptr()), weight, bias))
+      return reader.refuse(std::string(name.text()) + " does more than multiply and add");
     Tensor matrix;
     if (!projection(reader, weight, bias, inputs, p, matrix)) return false;
     outputs = matrix.shape[0];
-    return matrix.number == from_x.number || reader.refuse(std::string(name) + " is not of the dtype of x");
+    return matrix.number == from_x.number || reader.refuse(std::string(name.text()) + " is not of the dtype of x");
   };
   index q, k, v, o;  // what the projections put out
-  if (!child("q_proj", E, to.q, q) || !child("k_proj", C, to.k, k) || !child("v_proj", C, to.v, v)) return false;
+  if (!child(q_proj_name, E, to.q, q) || !child(k_proj_name, C, to.k, k) || !child(v_proj_name, C, to.v, v))
+    return false;
   const index H = q / D, G = k / D;
   if (H < 1 || G < 1 || H * D != q || G * D != k || H % G || v != G * V)
     return reader.refuse("the projections' widths do not fit each other");
-  if (!child("o_proj", H * V, to.o, o)) return false;
+  if (!child(o_proj_name, H * V, to.o, o)) return false;
   if (o != E) return reader.refuse("o_proj does not put out the width of the model");
   Plan& plan = to.plan;
   plan.sizes = {B, H, G, Q, K, D, V};
   if (K > most || plan.sizes.rows() > most) return reader.refuse("more than 2**30 keys, or query rows that share them");
   plan.start.low = plan.start.high = 0;
   plan.stop.low = plan.stop.high = K;
-  return sinks(reader, attribute(of, sinks_name), plan) && options(reader, of, D, plan);
+  return sinks(reader, attribute(of, sinks_name), plan) &&
+         options(reader, attribute(of, scale_name), attribute(of, softcap_name), D, plan);
 }
 
 bool linear(Reader& reader, nb::handle x, PyObject* weight, PyObject* bias, Linear& to) {
@@ -251,9 +265,32 @@ bool linear(Reader& reader, nb::handle x, PyObject* weight, PyObject* bias, Line
 nb::object read_attention(nb::handle call, bool gradients) {
   Reader reader(gradients);
   AttentionCall read;
-  if (!attention(reader, call, read.plan)) return as_tuple(reader.reason);
+  if (!attention(reader, Given::attributes_of(call), read.plan)) return as_tuple(reader.reason);
   read.kept = std::move(reader.kept);
   return nb::cast(std::move(read));
+}
+
+nb::object attend_now(const nb::tuple& call, nb::handle mask, const nb::callable& lower) {
+  nb::object watcher = watched(false);
+  if (!watcher.is_none()) return watcher;
+  if (nb::len(call) != 8) throw nb::value_error("a call is q, k, v, bias, sinks, scale, softcap and dropout");
+  const Given given{call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7]};
+  Reader reader(records_gradients());
+  Plan plan;
+  if (!attention(reader, given, plan)) return as_tuple(reader.reason);
+  if (plan.dropout > 0) throw nb::value_error("dropout needs a seed, which such a call has not");
+  if (!mask.is_none()) {
+    const Sizes& s = plan.sizes;
+    const nb::object seen = lower(mask, s.B, s.H, s.Q, s.K);
+    Reader bounds(false);
+    if (!visible(bounds, seen, plan)) return as_tuple(bounds.reason);
+    nb::object out = heads_like(given.q, plan.sizes);
+    run_into(plan, out, torch_threads());  // what was read of the mask is kept alive until here
+    return out;
+  }
+  nb::object out = heads_like(given.q, plan.sizes);
+  run_into(plan, out, torch_threads());
+  return out;
 }
 
 nb::object read_layer(nb::handle of, nb::handle x, nb::handle context, bool gradients) {

@@ -35,6 +35,11 @@ struct LinearCall {
 // `call` has q, k, v or None, bias, sinks, scale, softcap and dropout; every key is visible until `see` is told more.
 nanobind::object read_attention(nanobind::handle call, bool gradients);
 
+// The output of a call without dropout, of which nothing else is wanted, read and run at once; or (reason, dispatched).
+// `call`: q, k, v, bias, sinks, scale, softcap, dropout. `mask` None, or what `lower(mask, B, H, Q, K)` takes, which
+// gives what `see` takes.
+nanobind::object attend_now(const nanobind::tuple& call, nanobind::handle mask, const nanobind::callable& lower);
+
 // `layer` is a MultiHeadAttention; `context` may be None. H and G are what the projections put out.
 nanobind::object read_layer(nanobind::handle layer, nanobind::handle x, nanobind::handle context, bool gradients);
 
@@ -44,6 +49,9 @@ nanobind::object read_projection(nanobind::handle module, nanobind::handle x, bo
 
 // What the queries of a call see: an object with start, stop and dense. None, or (reason, dispatched).
 nanobind::object see(Plan& plan, std::vector<nanobind::object>& kept, nanobind::handle visible);
+
+// Attention into `out`, which this package has just made.
+void run_into(Plan& plan, nanobind::handle out, int threads);
 
 // Runs a call into the tensors that are named; see native/README.md for their names, shapes and dtypes.
 void run_attend(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);

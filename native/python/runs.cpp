@@ -57,6 +57,15 @@ class Into {
 
 }  // namespace
 
+void run_into(Plan& plan, nb::handle out, int threads) {
+  const Sizes& s = plan.sizes;
+  const Tensor t = fitting(out, "out", {s.B, s.H, s.Q, s.V}, static_cast<Number>(plan.type), 3);
+  plan.out = {t.data, t.strides[0], t.strides[1], t.strides[2]};
+  const Isa& chosen = choose("");
+  nb::gil_scoped_release release;
+  attend(plan, chosen, threads);
+}
+
 void run_attend(AttentionCall& call, int threads, const std::string& isa, const nb::kwargs& named) {
   Plan plan = call.plan;
   const Sizes& s = plan.sizes;

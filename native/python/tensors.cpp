@@ -28,8 +28,55 @@ PyTypeObject* type(const char* module, const char* text) {
   return reinterpret_cast<PyTypeObject*>(nb::object(nb::module_::import_(module).attr(text)).release().ptr());
 }
 
+PyObject* attribute_of(PyTypeObject* of, const char* text) {
+  return nb::object(nb::handle(reinterpret_cast<PyObject*>(of)).attr(text)).release().ptr();
+}
+
 constexpr const char* dtype_names[] = {"float32", "float64", "bfloat16", "float16", "bool", "int32", "int64"};
 constexpr index sizes_in_bytes[] = {4, 8, 2, 2, 1, 4, 8};
+
+// A method without arguments, or an attribute, of one of torch's classes in C, called as the class has it: looking it
+// up by its name at every tensor takes longer than the call.
+class Descriptor {
+ public:
+  Descriptor(PyTypeObject* of, const char* text) {
+    own_ = attribute_of(of, text);
+    name_ = name(text);
+    if (Py_TYPE(own_) == &PyMethodDescr_Type) {
+      const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(own_)->d_method;
+      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
+    } else if (Py_TYPE(own_) == &PyGetSetDescr_Type) {
+      getter_ = reinterpret_cast<PyGetSetDescrObject*>(own_)->d_getset;
+    }
+    if (method_ || getter_) of_ = reinterpret_cast<PyDescrObject*>(own_)->d_type;
+  }
+
+  nb::object operator()(PyObject* object) const {
+    PyObject* result;
+    if (of_ && PyObject_TypeCheck(object, of_))
+      result = method_ ? method_(object, nullptr) : getter_->get(object, getter_->closure);
+    else
+      result = is_method() ? PyObject_CallMethodNoArgs(object, name_) : PyObject_GetAttr(object, name_);
+    if (!result) throw nb::python_error();
+    return nb::steal(result);
+  }
+
+  bool holds(PyObject* object) const { return (*this)(object).ptr() == Py_True; }
+
+  index integer(PyObject* object) const {
+    const index n = PyLong_AsLongLong((*this)(object).ptr());
+    if (n == -1 && PyErr_Occurred()) throw nb::python_error();
+    return n;
+  }
+
+ private:
+  PyObject *own_, *name_;
+  PyTypeObject* of_ = nullptr;  // null: looked up by its name all the same
+  PyCFunction method_ = nullptr;
+  const PyGetSetDef* getter_ = nullptr;
+
+  bool is_method() const { return method_ || PyCallable_Check(own_); }
+};
 
 struct Torch {
   PyTypeObject *tensor = type("torch", "Tensor"), *parameter = type("torch.nn", "Parameter");
@@ -38,11 +85,12 @@ struct Torch {
   PyObject* dtypes[7];                                                                          // by Number
   PyObject* strided = nb::object(nb::module_::import_("torch").attr("strided")).release().ptr();
   const Exchange* exchange = nullptr;
-  PyObject *requires_grad = name("requires_grad"), *is_neg = name("is_neg"), *storage = name("untyped_storage"),
-           *nbytes = name("nbytes"), *storage_offset = name("storage_offset"), *contiguous = name("contiguous"),
-           *to = name("to"), *dtype = name("dtype"), *is_cpu = name("is_cpu"), *layout = name("layout"),
-           *shape = name("shape"), *is_zerotensor = name("_is_zerotensor"), *stride = name("stride"),
-           *data_ptr = name("data_ptr");
+  Descriptor requires_grad{tensor, "requires_grad"}, is_neg{tensor, "is_neg"}, is_zerotensor{tensor, "_is_zerotensor"};
+  Descriptor storage{tensor, "untyped_storage"}, storage_offset{tensor, "storage_offset"};
+  Descriptor nbytes{type("torch", "UntypedStorage"), "nbytes"};
+  PyObject *contiguous = name("contiguous"), *to = name("to"), *dtype = name("dtype"), *is_cpu = name("is_cpu"),
+           *layout = name("layout"), *shape = name("shape"), *stride = name("stride"), *data_ptr = name("data_ptr");
+  PyObject* new_empty_strided = attribute_of(tensor, "new_empty_strided");
   // Of a module: what must be empty, and what must not be there at all.
   PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                         name("_backward_pre_hooks")};
@@ -156,11 +204,11 @@ std::string described_by_attributes(PyObject* object, Tensor& to) {
 
 // An error where the storage does not hold all that the tensor sees: torch itself would read beyond its end.
 void require_storage(PyObject* object, const Tensor& t, const char* argument) {
-  index last = integer(object, torch().storage_offset);
+  index last = torch().storage_offset.integer(object);
   for (int i = 0; i < t.axes; ++i) last += (t.shape[i] - 1) * t.strides[i];
   const index needed = (last + 1) * sizes_in_bytes[static_cast<int>(t.number)];
-  const nb::object storage = call(object, torch().storage);
-  const index there = integer(storage.ptr(), torch().nbytes);
+  const nb::object storage = torch().storage(object);
+  const index there = torch().nbytes.integer(storage.ptr());
   if (t.data && needed <= there) return;
   const std::string message = std::string(argument) + " sees " + std::to_string(needed) +
                               " bytes of a storage that holds " + std::to_string(there) +
@@ -191,17 +239,18 @@ bool Reader::tensor(nb::handle object, const char* argument, Tensor& to) {
     return refuse(std::string(argument) + " is a " + kind->tp_name + (subclass ? ", which wants to see the call" : ""),
                   subclass);
   }
-  if (gradients_ && attribute(object.ptr(), t.requires_grad).ptr() == Py_True)
+  if (gradients_ && t.requires_grad.holds(object.ptr()))
     return refuse(std::string("a gradient of ") + argument + " is wanted", true);
   const std::string wrong = t.exchange ? described_in_c(object.ptr(), to) : described_by_attributes(object.ptr(), to);
   if (!wrong.empty()) return refuse(std::string(argument) + " " + wrong);
   if (to.count() > 0 && !made_here_) {
-    if (to.number != Number::boolean && call(object.ptr(), t.is_neg).ptr() == Py_True)
+    if (to.number != Number::boolean && t.is_neg.holds(object.ptr()))
       return refuse(std::string(argument) + " has its negative bit set", true);
-    if (!to.data && call(object.ptr(), t.is_zerotensor).ptr() == Py_True)
+    if (!to.data && t.is_zerotensor.holds(object.ptr()))
       return refuse(std::string(argument) + " is a tensor of zeros that torch has not made yet", true);
     require_storage(object.ptr(), to, argument);
   }
+  if (kept.empty()) kept.reserve(12);  // a layer has ten
   kept.push_back(nb::borrow(object));
   return true;
 }
@@ -220,6 +269,17 @@ bool Reader::rows(nb::handle object, const char* argument, Tensor& to) {
   if (!tensor(object, argument, to)) return false;
   if (to.axes < 1 || to.count() == 0 || to.contiguous_from(to.axes - 1)) return true;
   return tensor(call(object.ptr(), torch().contiguous), argument, to);
+}
+
+nb::object heads_like(nb::handle q, const Sizes& s) {
+  const auto tuple = [](index a, index b, index c, index d) {
+    return nb::steal(Py_BuildValue("(nnnn)", Py_ssize_t(a), Py_ssize_t(b), Py_ssize_t(c), Py_ssize_t(d)));
+  };
+  const nb::object shape = tuple(s.B, s.H, s.Q, s.V), strides = tuple(s.H * s.Q * s.V, s.V, s.H * s.V, 1);
+  PyObject* const given[] = {q.ptr(), shape.ptr(), strides.ptr()};
+  PyObject* made = PyObject_Vectorcall(torch().new_empty_strided, given, 3, nullptr);
+  if (!made) throw nb::python_error();
+  return nb::steal(made);
 }
 
 bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides) {

@@ -75,6 +75,9 @@ class Reader {
   bool gradients_, made_here_;
 };
 
+// An output of attention, (B,H,Q,V), of q's dtype and not yet filled: positions before heads, so that step 5 is a view.
+nanobind::object heads_like(nanobind::handle q, const Sizes& sizes);
+
 // Strides of a tensor that broadcasts, right-aligned, to `sizes`: 0 where it has one for all. False where it does not.
 bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides);
 

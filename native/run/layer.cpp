@@ -18,6 +18,9 @@ namespace {
 // Up to so many rows, a product reads W in rows and keeps x in the first-level cache; beyond, x lies in vector lanes.
 constexpr index few_rows = 16;
 
+// Below this many multiplications waking another thread takes longer than it saves.
+constexpr double worth_waking = 2e5;
+
 // Up to three products of the same rows of x, and how they are cut into tasks, fine enough to end together on all
 // threads: blocks of `outputs` outputs, and of many rows, strips of them. All blocks of a strip follow each other, so
 // that a thread packs x once for them.
@@ -89,11 +92,14 @@ void run_tasks(const void* context, index from, index to, void* scratch) {
 void run_all(const Kernels& kernels, std::initializer_list<Products> all, int threads) {
   static std::atomic<std::uint64_t> runs{0};
   index count = 0, scratch = 0;
+  double work = 0;
   for (const Products& p : all) {
     count += p.tasks();
+    for (int i = 0; i < p.count; ++i) work += double(p.linears[i].rows) * p.linears[i].inputs * p.linears[i].outputs;
     const auto bytes = p.few() ? kernels.linear_few_scratch : kernels.linear_block_scratch;
     scratch = std::max(scratch, bytes(p.linears[0]));
   }
+  if (work < worth_waking) threads = 1;
   const Run run{&kernels, all, ++runs};
   if (!parallel_run(threads, count, scratch, run_tasks, &run)) throw std::bad_alloc();
 }

@@ -116,8 +116,15 @@ def attend(
     >>> mh.attend(q, k, v, mask=mh.Causal()).shape
     torch.Size([1, 8, 4, 64])
     """
+    reason = None
+    unnamed = backend is None and _named.name is None
+    if unnamed and not (return_lse or return_max_logit or dropout or torch._C._is_any_autocast_enabled()):
+        found = eligible.attend((q, k, v, bias, sinks, scale, softcap, dropout), mask)
+        if not isinstance(found, Reason):
+            return found
+        reason = found
     given = Arguments(q, k, v, mask, scale, softcap, sinks, bias, dropout, return_lse, return_max_logit)
-    out, lse, top, _ = compute(given, backend)
+    out, lse, top, _ = compute(given, backend, ineligible=reason)
     if not (return_lse or return_max_logit):
         return out
     return tuple(t for t in (out, lse if return_lse else None, top) if t is not None)
@@ -132,19 +139,20 @@ class Computed(NamedTuple):
     weights: Tensor | None = None  # (B, H, Q, K), before dropout, where the kernel gives them
 
 
-def compute(given: Arguments, backend: str | None = None, want_weights: bool = False) -> Computed:
-    """Steps 3 and 4 by the backend that takes the call."""
+def compute(
+    given: Arguments, backend: str | None = None, want_weights: bool = False, ineligible: Reason | None = None
+) -> Computed:
+    """Steps 3 and 4 by the backend that takes the call. `ineligible`: why not straight by the kernel, where known."""
     name = named(backend)
-    if not torch._C._is_any_autocast_enabled():
-        return _compute(given, name, want_weights)
+    if ineligible is not None or not torch._C._is_any_autocast_enabled():
+        return _compute(given, name, want_weights, ineligible)
     given = in_autocast_dtype(given)
     with without_autocast(given.q.device):
         return _compute(given, name, want_weights)
 
 
-def _compute(given: Arguments, name: str | None, want_weights: bool) -> Computed:
-    reason: Reason | None = None
-    if name is None or name == Native.name:
+def _compute(given: Arguments, name: str | None, want_weights: bool, reason: Reason | None = None) -> Computed:
+    if reason is None and (name is None or name == Native.name):
         read = eligible.attention(given, given.mask)
         if not isinstance(read, Reason):
             seed = _seed(given)

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from multihead import kernel
 from multihead.call import Arguments, Call, Reason
 from multihead.masks import Mask, see
-from multihead.masks.intervals import Ramp, Visible, inside_torch_func
+from multihead.masks.intervals import Ramp, Visible
 
 if TYPE_CHECKING:
     from multihead import _native
@@ -36,35 +34,42 @@ MANY = kernel.module is not None and not kernel.module.cpu_is_intel()  # whether
 GRADIENT = Reason("a gradient is wanted", True)
 
 
-def watched() -> Reason | None:
-    """Who would notice that a call leaves torch, or None: asked before any tensor is looked at."""
+def watched(modules: bool = False) -> Reason | None:
+    """Who would notice that a call leaves torch, or None: asked before any tensor is looked at.
+
+    `modules`: who would notice that modules are not called, hooks aside.
+    """
     if torch.compiler.is_compiling():
         return Reason("a compiler traces the call", True)
     if kernel.module is None:
         return Reason(f"the native module is {kernel.missing}", False)
-    if inside_torch_func():
-        return Reason("the kernel has no rule for torch.func or forward-mode derivatives", False)
-    if torch._C._len_torch_dispatch_stack():
-        return Reason("a dispatch mode watches every operator", True)
-    if torch._C._len_torch_function_stack() and not _only_default_devices():
-        return Reason("a function mode watches every call of torch", True)
-    if torch._C._get_tracing_state() is not None:
-        return Reason("torch.jit traces the call", True)
-    return None
-
-
-def _only_default_devices() -> bool:
-    """`torch.set_default_device`, and `with torch.device(...)`: here every tensor is made on a device that is named."""
-    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    reason = kernel.module.watched(modules)
+    return None if reason is None else Reason(*reason)
 
 
 def modules_watched() -> Reason | None:
     """Who would notice that modules are not called."""
     if hooks._has_any_global_hook():
         return Reason("a hook on all modules watches", True)
-    if torch._C._is_any_autocast_enabled():
-        return Reason("autocast chooses the dtype", True)
-    return watched()
+    return watched(modules=True)
+
+
+def attend(call: tuple, mask: Mask | Visible | Tensor | None) -> Tensor | Reason:
+    """Steps 3 and 4 at once, where nothing but the output is wanted of them.
+
+    `call`: q, k, v, bias, sinks, scale, softcap and a dropout of 0. With few numbers the time is that of the questions:
+    all are asked in one call of the core.
+    """
+    if torch.compiler.is_compiling() or kernel.module is None:
+        reason = watched()
+        assert reason is not None
+        return reason
+    out = kernel.module.attend(call, mask, _lowered)
+    return Reason(*out) if type(out) is tuple else out
+
+
+def _lowered(mask: Mask | Visible | Tensor, B: int, H: int, Q: int, K: int) -> Visible:
+    return mask if isinstance(mask, Visible) else see(mask, Q, K, CPU, B, H)
 
 
 def attention(call: Arguments | Call, mask: Mask | Visible | Tensor | None) -> "_native.Attention | Reason":
@@ -78,10 +83,8 @@ def attention(call: Arguments | Call, mask: Mask | Visible | Tensor | None) -> "
         return Reason(*read)
     if mask is None:
         return read
-    if not isinstance(mask, Visible):
-        B, H, _, Q, K, _, _ = read.sizes
-        mask = see(mask, Q, K, CPU, B, H)
-    hidden = read.see(mask)
+    B, H, _, Q, K, _, _ = read.sizes
+    hidden = read.see(_lowered(mask, B, H, Q, K))
     return read if hidden is None else Reason(*hidden)
 
 
