@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead import heads as finder
 from multihead.explorer.request import Refused, Request, as_mask, said_of, said_of_seen
-from multihead.explorer.subject import Items, Subject
+from multihead.explorer.subject import Items, Subject, allowed_by
 from multihead.explorer.tokens import Token, named
 from multihead.explorer.wire import Answer, narrow
 from multihead.layer import MultiHeadAttention
@@ -43,7 +43,7 @@ def trace(subject: Subject, request: Request) -> Answer:
     items = subject.read(request.input)
     mask = as_mask(request.mask, items.count)
     with subject.without(request):
-        traced = subject.trace(items, request.layer, _allowed_by(subject, request, mask))
+        traced = subject.trace(items, request.layer, allowed_by(subject, request, mask))
     return of_trace(traced, subject, items, request, name, layer, sizes)
 
 
@@ -138,7 +138,7 @@ def matrices(layer: MultiHeadAttention) -> dict[str, Tensor]:
 def heads(subject: Subject, request: Request) -> Answer:
     items = subject.read(request.input)
     with subject.without(request):
-        lenses = subject.look(items, _allowed_by(subject, request, as_mask(request.mask, items.count)))
+        lenses = subject.look(items, allowed_by(subject, request, as_mask(request.mask, items.count)))
     places = None if subject.grid is None else subject.grid.places()
     rows, maps = [], []
     height, width = (min(THUMBNAIL, max(lens.shape[axis] for lens in lenses)) for axis in (2, 3))
@@ -190,7 +190,7 @@ def _metrics(lens: Lens, ids: Tensor | None, places: Tensor | None) -> dict[str,
 def predict(subject: Subject, request: Request) -> Answer:
     items = subject.read(request.input)
     with subject.without(request):
-        logits = subject.logits(items, _allowed_by(subject, request, as_mask(request.mask, items.count))).float()
+        logits = subject.logits(items, allowed_by(subject, request, as_mask(request.mask, items.count))).float()
     if subject.predicts == "classes":
         labels = [{"id": n, "text": label, "bytes": ""} for n, label in enumerate(subject.labels)]
         order = logits.argsort(descending=True, stable=True).tolist()
@@ -227,12 +227,6 @@ def picture(subject: Subject, data: bytes) -> Answer:
 
 
 ROUTES = {"tokens": tokens, "trace": trace, "weights": weights, "heads": heads, "predict": predict, "decode": decode}
-
-
-def _allowed_by(subject: Subject, request: Request, mask: Any) -> Any:
-    if request.mask is not None and not subject.masks:
-        raise Refused(f"{subject.name} makes its masks itself: expected no mask, or one on the stage alone")
-    return mask
 
 
 def _in_words(mask: Mask | Tensor | None, hides: bool) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multihead.cache import Cache
 from multihead.explorer.request import Refused
-from multihead.explorer.subject import Grid, Items, Subject, sizes_of, wrong_input
+from multihead.explorer.subject import MOST_LONG, Grid, Items, Subject, sizes_of, wrong_input
 from multihead.explorer.tokens import named
 from multihead.layer import MultiHeadAttention
 from multihead.layer.trace import Trace, trace
@@ -57,6 +57,9 @@ class Own(Subject):
         self._sizes = [sizes_of(ours) for ours, _, _ in every]
         _, first, options = every[0]
         self.mask, N = options.get("mask"), first.shape[-2]
+        if N > MOST_LONG:
+            raise ValueError(f"x has {N:,} items: expected at most {MOST_LONG:,} on a map")
+        self._count = N
         if labels is not None and len(labels) != N:
             raise ValueError(f"labels has {len(labels)} names: expected {N}, one for each item")
         self.labels_given = None if labels is None else [str(label) for label in labels]
@@ -88,8 +91,29 @@ class Own(Subject):
         longest = max(calls[layer][1].shape[-2] for layer in self.found.values())
         if longest > self.most:
             raise Refused(f"x has {longest} items: expected at most {self.most} on one screen", "large", 413)
-        N = calls[next(iter(self.found.values()))][1].shape[-2]
-        return Items(None, named(self.labels_given or [str(n) for n in range(N)]))
+        return self._items()
+
+    def read_long(self, given: Any) -> Items:
+        if given["kind"] != "given":
+            raise wrong_input(self, given)
+        return self._items()
+
+    def _items(self) -> Items:
+        return Items(None, named(self.labels_given or [str(n) for n in range(self.given)]))
+
+    @property
+    def given(self) -> int:
+        return self._count
+
+    @property
+    def longest(self) -> int:
+        return MOST_LONG
+
+    def version(self) -> str:
+        """By the addresses of all tensors, and how often each was written to."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), self.x, *self.call.values()]
+        marks = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors if isinstance(t, Tensor)]
+        return str(hash(tuple(marks)))
 
     def trace(self, items: Items, layer: int, mask: Given) -> Trace:
         ours, x, options = self._of(self.found[self.layer(layer)[0]], mask)
@@ -98,6 +122,10 @@ class Own(Subject):
             return _first_row(trace(ours.eval(), x, **options))  # without dropout
         finally:
             ours.train(training)
+
+    def look_at(self, items: Items, layer: int, mask: Given) -> Lens:
+        ours, x, options = self._of(self.found[self.layer(layer)[0]], mask)
+        return ours.look(x, **options)
 
     def look(self, items: Items, mask: Given) -> list[Lens]:
         called = [self._of(layer, mask) for layer in self.found.values()]

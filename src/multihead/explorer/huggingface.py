@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from multihead import hf
 from multihead.explorer.packaged import SENTENCES
+from multihead.explorer.reading import Reader
 from multihead.explorer.request import Refused
-from multihead.explorer.subject import Items, Subject, wrong_input
+from multihead.explorer.subject import MOST_LONG, Items
 from multihead.explorer.tokens import Token, bytes_of, token
 from multihead.layer import MultiHeadAttention
 from multihead.layer.trace import Trace
@@ -41,10 +42,10 @@ def twins_of(model: Any, **inputs: Any) -> Callable[[int], MultiHeadAttention | 
     return lru_cache(maxsize=TWINS)(lambda number: hf.trace(model, number, **inputs).layer)
 
 
-class Theirs(Subject):
+class Theirs(Reader):
     """A model of transformers, with its tokenizer or without: then its items are bare token numbers."""
 
-    id, kind, masks = "model", "text", False
+    id, masks = "model", False
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
@@ -55,7 +56,7 @@ class Theirs(Subject):
             )
         if model.config._attn_implementation != NAME:
             model.set_attn_implementation(NAME)
-        self.size: int = model.get_input_embeddings().num_embeddings
+        self.size = model.get_input_embeddings().num_embeddings
         few = torch.tensor([[0, min(1, self.size - 1)]])
         self._layers = find_layers(model, input_ids=few)
         writes = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
@@ -74,9 +75,10 @@ class Theirs(Subject):
         return name, self._twin(number), sizes
 
     def examples(self) -> list[dict[str, Any]]:
+        given = [] if self.long is None else [{"input": {"kind": "given"}, "label": "what was given"}]
         if self.tokenizer is None:
-            return [{"input": {"kind": "tokens", "ids": [0, 1, 2]}, "label": "three tokens"}]
-        return [{"input": {"kind": "text", "text": said}, "label": said} for said in SENTENCES]
+            return [*given, {"input": {"kind": "tokens", "ids": [0, 1, 2]}, "label": "three tokens"}]
+        return [*given, *({"input": {"kind": "text", "text": said}, "label": said} for said in SENTENCES)]
 
     def parts(self) -> list[nn.Module]:
         return [self.model.get_submodule(name) for name, _, _ in self._layers]
@@ -93,32 +95,25 @@ class Theirs(Subject):
     def _byte_level(self) -> bool:
         return "ByteLevel" in str(getattr(getattr(self.tokenizer, "backend_tokenizer", None), "decoder", ""))
 
-    def cut(self, text: str) -> tuple[list[Token], int]:
+    @property
+    def longest(self) -> int:
+        """What its positions allow; where its configuration does not say, as much as a map shows."""
+        said = getattr(self.model.config, "max_position_embeddings", None) or MOST_LONG
+        return max(self.most, min(MOST_LONG, said))
+
+    def encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise Refused(f"{self.name} came without a tokenizer: expected mh.explore(model, x, tokenizer=…)")
-        ids = self.tokenizer(text.encode("utf-8", "replace").decode())["input_ids"]
-        return [self.token(number) for number in ids[: self.most]], len(ids)
-
-    def read(self, given: Any, need: int = 1) -> Items:
-        if given["kind"] == "text":
-            tokens, count = self.cut(given["text"])
-            ids = [t["id"] for t in tokens]
-        elif given["kind"] == "tokens":
-            ids, count = given["ids"], len(given["ids"])
-            if max(ids) >= self.size:
-                raise Refused(f"ids has {max(ids)}: expected 0…{self.size - 1}, numbers of tokens")
-            tokens = [self.token(number) for number in ids]
-        else:
-            raise wrong_input(self, given)
-        if count > self.most:
-            raise Refused(f"the text has {count} tokens: expected at most {self.most}", "large", 413)
-        if count < need:
-            raise Refused(f"the text has {count} tokens: expected at least {need}")
-        data = torch.tensor([ids])
-        return Items(data, tokens, data[0])
+        return self.tokenizer(text.encode("utf-8", "replace").decode())["input_ids"]
 
     def trace(self, items: Items, layer: int, mask: Given) -> Trace:
         return hf.trace(self.model, layer, input_ids=items.data)
+
+    def look_at(self, items: Items, layer: int, mask: Given) -> Lens:
+        body = getattr(self.model, "base_model", self.model)  # no logits: they would be N × vocabulary
+        with hf.watch(self.model, layer) as seen:
+            body(input_ids=items.data)
+        return seen[layer]
 
     def look(self, items: Items, mask: Given) -> list[Lens]:
         with hf.watch(self.model) as seen:

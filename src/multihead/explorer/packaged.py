@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multihead.explorer.reading import Reader
 from multihead.explorer.request import Refused
-from multihead.explorer.subject import Grid, Items, Subject, bytes_from, sizes_of, wrong_input
+from multihead.explorer.subject import MOST_LONG, Grid, Items, Subject, bytes_from, sizes_of, wrong_input
 from multihead.explorer.tokens import Token, bytes_of, named, token
 from multihead.layer import MultiHeadAttention
 from multihead.layer.trace import Trace, trace
@@ -46,11 +47,11 @@ class _Trained(Subject):
         return self.model.look(items.data, mask)
 
 
-class Language(_Trained):
+class Language(Reader, _Trained):
     """A language model of the package, or of `multihead train lm`."""
 
     model: LanguageModel
-    id, name, kind = "lm", "Language model", "text"
+    id, name = "lm", "Language model"
     predicts, decodes = "tokens", True
 
     def __init__(self, model: LanguageModel, id: str = "lm", name: str = "Language model") -> None:
@@ -59,10 +60,11 @@ class Language(_Trained):
         self.about = f"{len(model.blocks)} layers, {count:,} trained parameters; says what comes next."
         if model.tokenizer is None:
             raise ValueError("this language model has no tokenizer: expected one that reads text")
-        self.tokenizer = model.tokenizer
+        self.tokenizer, self.size = model.tokenizer, model.tokenizer.size
 
     def examples(self) -> list[dict[str, Any]]:
-        return [{"input": {"kind": "text", "text": said}, "label": said} for said in SENTENCES]
+        given = [] if self.long is None else [{"input": {"kind": "given"}, "label": "what was given"}]
+        return [*given, *({"input": {"kind": "text", "text": said}, "label": said} for said in SENTENCES)]
 
     @property
     def most(self) -> int:
@@ -74,28 +76,12 @@ class Language(_Trained):
         data = bytes_of(self.tokenizer.piece(number), lambda: self.tokenizer.decode([number]), byte_level=True)
         return token(number, data)
 
-    def cut(self, text: str) -> tuple[list[Token], int]:
-        ids = [self.tokenizer.end, *self.tokenizer.encode(_whole_characters(text))]
-        return [self.token(number) for number in ids[: self.most]], len(ids)
+    @property
+    def longest(self) -> int:
+        return MOST_LONG  # it sees `context` tokens at a time, wherever they stand
 
-    def read(self, given: Any, need: int = 1) -> Items:
-        if given["kind"] == "text":
-            tokens, count = self.cut(given["text"])
-            ids = [t["id"] for t in tokens]
-        elif given["kind"] == "tokens":
-            ids, count = given["ids"], len(given["ids"])
-            wrong = [number for number in ids if number >= self.tokenizer.size]
-            if wrong:
-                raise Refused(f"ids has {wrong[0]}: expected 0…{self.tokenizer.size - 1}, numbers of tokens")
-            tokens = [self.token(number) for number in ids]
-        else:
-            raise wrong_input(self, given)
-        if count > self.most:
-            raise Refused(f"the text has {count} tokens: expected at most {self.most}", "large", 413)
-        if count < max(need, 1):
-            raise Refused("one token has nothing before it: expected at least two")
-        data = torch.tensor([ids])
-        return Items(data, tokens, data[0])
+    def encode(self, text: str) -> list[int]:
+        return [self.tokenizer.end, *self.tokenizer.encode(_whole_characters(text))]
 
     def logits(self, items: Items, mask: Given) -> Tensor:
         return self.model(items.data, mask=mask)[0]

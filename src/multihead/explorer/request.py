@@ -45,6 +45,8 @@ class Request:
     with_: str = "zero"
     text: str = ""
     state: str = ""
+    numbers: Mapping[str, int] = field(default_factory=dict)  # which part of a map
+    pool: str = "max"
 
 
 FIELDS = {  # what each route is asked with; a ? marks what may be left out
@@ -56,7 +58,14 @@ FIELDS = {  # what each route is asked with; a ? marks what may be left out
     "predict": ("model", "input", "mask?", "off?", "with?"),
     "decode": ("model", "layer", "input"),
     "save": ("model", "layer", "input", "mask?", "off?", "with?", "state?"),
-}
+    "items": ("model", "input", "start", "stop"),
+    "find": ("model", "input", "text", "start?"),
+    "thumbnails": ("model", "layer", "input", "mask?", "off?", "with?"),
+    "tile": ("model", "layer", "input", "mask?", "off?", "with?", "head", "level", "row", "column", "first?", "pool?",
+             "sample?"),
+    "links": ("model", "layer", "input", "mask?", "off?", "with?", "head", "n", "query?", "key?", "first?"),
+}  # fmt: skip
+NUMBERS = ("start", "stop", "head", "level", "row", "column", "first", "sample", "n", "query", "key")
 INPUTS = {"text": "text", "tokens": "ids", "sample": "name", "pixels": "pixels", "given": None}
 
 
@@ -95,6 +104,11 @@ def parse(route: str, given: object) -> Request:
         read["text"] = _text("text", given["text"], MOST_TEXT)
     if "state" in given:
         read["state"] = _text("state", given["state"], MOST_TEXT)
+    read["numbers"] = {name: _whole(name, given[name], 1 if name == "n" else 0) for name in NUMBERS if name in given}
+    if "pool" in given:
+        if given["pool"] not in ("max", "mean"):
+            raise Refused(f"pool={_quoted(given['pool'])}: expected 'max' or 'mean'")
+        read["pool"] = given["pool"]
     return Request(**read)
 
 

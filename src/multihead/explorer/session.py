@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multihead.explorer import answers
+from multihead.explorer import answers, long
 from multihead.explorer.request import Refused, Request, key, parse
 from multihead.explorer.subject import Subject
 from multihead.explorer.wire import Answer
@@ -63,6 +63,7 @@ class Session:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._lock_of_kept = threading.Lock()
         self._kept_bytes = 0
+        self.lenses = long.Lenses()
         self.start_with(None)
 
     def start_with(self, given: Mapping[str, Any] | None, model: str | None = None, layer: int | None = None) -> None:
@@ -82,6 +83,8 @@ class Session:
         """The requests a page opens with."""
         model, item = {"model": first["model"]}, {"input": first["input"]}
         layer, subject = {"layer": first["layer"]}, self.subjects[first["model"]]
+        if first["input"]["kind"] == "given" and (subject.given or 0) > subject.most:
+            return [("models", {}), ("thumbnails", model | layer | item)]
         asked: list[tuple[str, dict[str, Any]]] = [("models", {}), ("trace", model | layer | item)]
         if first["input"]["kind"] == "text":
             asked.append(("tokens", model | {"text": first["input"]["text"]}))
@@ -117,7 +120,10 @@ class Session:
             return Answer({"first": self.first, "models": models}).to_bytes()
         subject = self.subject(request)
         with self.working(subject, stop or Stop()):
-            data = answers.ROUTES[route](subject, request).to_bytes()
+            if route in long.ROUTES:
+                data = long.ROUTES[route](self.lenses, subject, request).to_bytes()
+            else:
+                data = answers.ROUTES[route](subject, request).to_bytes()
         if subject.fixed:
             self._keep(key(route, given), data)
         return data

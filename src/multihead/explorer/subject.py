@@ -24,6 +24,7 @@ from multihead.models.blocks import Given
 
 MOST_BYTES = 32 * 2**20  # of scores, masked and weights together
 MOST_ITEMS = 512
+MOST_LONG = 100_000  # items of a map
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,23 @@ class Subject:
     def read(self, given: Any, need: int = 1) -> Items:
         raise NotImplementedError
 
+    def read_long(self, given: Any) -> Items:
+        """The same for a map, which may have more items than a trace."""
+        return self.read(given)
+
     def trace(self, items: Items, layer: int, mask: Given) -> Trace:
         raise NotImplementedError
 
     def look(self, items: Items, mask: Given) -> list[Lens]:
         raise NotImplementedError
+
+    def look_at(self, items: Items, layer: int, mask: Given) -> Lens:
+        """A lens on one layer."""
+        return self.look(items, mask)[layer]
+
+    def version(self) -> str:
+        """Another text once the subject has changed, where it can: what was kept of it is then computed again."""
+        return ""
 
     def logits(self, items: Items, mask: Given) -> Tensor:
         """Of the token after each, (N, vocabulary), or of each class, (classes,)."""
@@ -132,6 +145,8 @@ class Subject:
             "ablates": self.ablates,
             "weights": self.gives_weights,
             "most": self.most,
+            "longest": self.longest,
+            "given": self.given,
             "words": self.words,
             "examples": self.examples(),
             "picture": self.picture,
@@ -142,6 +157,16 @@ class Subject:
         """Items of a trace at most: what it holds grows by their square."""
         heads = max(sizes["H"] for _, _, sizes in self.layers())
         return min(MOST_ITEMS, int((MOST_BYTES / (12 * heads)) ** 0.5))
+
+    @property
+    def longest(self) -> int:
+        """Items of a map at most."""
+        return self.most
+
+    @property
+    def given(self) -> int | None:
+        """Items of the input {"kind": "given"}, where there is one."""
+        return None
 
     def layer(self, number: int) -> tuple[str, MultiHeadAttention | None, dict[str, int]]:
         layers = self.layers()
@@ -172,6 +197,13 @@ class Subject:
         assert layer is not None
         with ablate(layer, heads, with_):
             yield
+
+
+def allowed_by(subject: Subject, request: Request, mask: Any) -> Any:
+    """The mask of a request, unless the subject makes its own."""
+    if request.mask is not None and not subject.masks:
+        raise Refused(f"{subject.name} makes its masks itself: expected no mask, or one on the stage alone")
+    return mask
 
 
 def sizes_of(layer: MultiHeadAttention) -> dict[str, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from multihead.explorer.given import Own
 from multihead.explorer.packaged import Example, Language, Vision
+from multihead.explorer.reading import Reader
 from multihead.explorer.subject import Subject
 from multihead.models import LanguageModel, VisionTransformer, load
 from multihead.models.images import read
@@ -44,7 +45,8 @@ def of_model(
     """A model as something to explore, and what to begin with."""
     if isinstance(model, LanguageModel):
         _refuse(options)
-        return Language(model, id, name or "Language model"), _text_input(x)
+        language = Language(model, id, name or "Language model")
+        return language, _kept(language, x)
     if isinstance(model, VisionTransformer):
         _refuse(options)
         subject = Vision(model, id, name or "Vision transformer")
@@ -58,7 +60,8 @@ def of_model(
             return pictures, None if x is None else _colour_input(x, pictures)
         tokenizer = options.pop("tokenizer", None)
         _refuse(options)
-        return Theirs(model, tokenizer, name or type(model).__name__), _text_input(x)
+        theirs = Theirs(model, tokenizer, name or type(model).__name__)
+        return theirs, _kept(theirs, x)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: expected a layer or a model, a torch.nn.Module")
     if x is None:
@@ -72,14 +75,11 @@ def _from_transformers(model: object) -> bool:
     )
 
 
-def _text_input(x: Any) -> Input:
-    if x is None:
-        return None
-    if isinstance(x, str):
-        return {"kind": "text", "text": x}
+def _kept(subject: Reader, x: Any) -> Input:
+    if x is None or isinstance(x, str):
+        return None if x is None else subject.keep(x)
     ids = x.tolist() if isinstance(x, Tensor) else list(x)
-    ids = ids[0] if len(ids) == 1 and isinstance(ids[0], list) else ids
-    return {"kind": "tokens", "ids": ids}
+    return subject.keep(ids[0] if len(ids) == 1 and isinstance(ids[0], list) else ids)
 
 
 def _pixels_input(x: Any, size: int) -> Input:

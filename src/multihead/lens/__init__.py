@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from multihead import steps
 from multihead.attention import compute, largest, prepare
 from multihead.call import Arguments, Call, without_autocast
 from multihead.lens import plots, statistics
+from multihead.lens.gradient import Refusal, lse_with_gradient, masked_scores, sinks_of
+from multihead.lens.kept import BLOCK, Blocks
 from multihead.lens.picture import draw_lens
-from multihead.lens.region import SIDE, At, Region, Scan
+from multihead.lens.region import At, Region, Scan
 from multihead.lens.selections import Chosen, Selection, choose, count, take
 from multihead.lens.why import Origin, Why, resolve, split
 from multihead.masks import Mask
@@ -24,8 +25,6 @@ from multihead.sizes import describe, require_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-GRADIENT_BLOCK = 2**22  # scores held at once where the log-sum-exp needs a gradient
 
 
 def look(
@@ -105,6 +104,7 @@ class Lens:
         self._region = self._with_gradient.detach()
         self._given = None if lse is None else _checked(lse, self._region)
         self._lse = None if self._given is None else self._given.detach()
+        self._blocks: Blocks | None = None
         self._scanned: Scan | None = None
         self._received: Tensor | None = None
         self.origin: Origin | None = None  # where q and k came from, if that is known
@@ -122,6 +122,14 @@ class Lens:
     @property
     def device(self) -> torch.device:
         return self._region.q.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps: q and k, which may be shared with others, and what it has computed so far."""
+        part, found = self._region, self._scanned
+        kept = [part.q, part.k, part.bias, part.dense, self._lse, self._received, *(found or ())]
+        known = self._blocks.nbytes if self._blocks is not None else 0
+        return known + sum(t.nbytes for t in kept if t is not None)
 
     def allowed(self, at: At) -> Tensor:
         """What the mask lets be seen in a tile: bool, broadcasts to the tile. See `tiles`."""
@@ -153,7 +161,7 @@ class Lens:
         """
         place = b, h, i, j = resolve(self.shape, batch, head, query, key)
         part = self._region.select(*self._choose(h, i)[:2])
-        masked, weight = float(_masked(part)[b, 0, 0, j]), float(self.rows(i, h)[b, 0, 0, j])
+        masked, weight = float(masked_scores(part)[b, 0, 0, j]), float(self.rows(i, h)[b, 0, 0, j])
         return split(place, part.q[b, 0, 0], part.k[b, 0, j], part.scale, masked, weight, self.origin)
 
     def rows(self, queries: Selection, heads: Selection = None) -> Tensor:
@@ -162,7 +170,7 @@ class Lens:
         if self._call.needs_grad:
             part = self._with_gradient.select(h, q)
             with without_autocast(part.q.device):
-                return steps.weigh(_masked(part), _sinks(part))[0]
+                return steps.weigh(masked_scores(part), sinks_of(part))[0]
         part, lse = self._region.select(h, q), self._lse_of(h, q)
         weights = statistics.weights(part, lse)
         return weights if self._given is None else _divided(weights, part.sinks, lse)
@@ -174,9 +182,9 @@ class Lens:
             part = self._with_gradient.select(h)
             with without_autocast(part.q.device):
                 given = self._given is not None and self._given.requires_grad
-                lse = take(self._given, 1, h) if given else _lse_with_gradient(part)  # type: ignore[arg-type]
+                lse = take(self._given, 1, h) if given else lse_with_gradient(part)  # type: ignore[arg-type]
                 lse = lse.to(part.exact).masked_fill(lse == -torch.inf, 0)  # nothing is seen: −inf − −inf is no number
-                return torch.exp(_masked(part.select(keys=k)) - lse[..., None])
+                return torch.exp(masked_scores(part.select(keys=k)) - lse[..., None])
         return statistics.weights(self._region.select(h, None, k), self._lse_of(h))
 
     def weights(self, heads: Selection = None) -> Tensor:
@@ -220,13 +228,24 @@ class Lens:
         part, lse = self._region.select(h, q, k), self._lse_of(h, q)
         return self._refuse_gradient("map", statistics.pooled(part, lse, height, width, pool))
 
-    def top(self, n: int) -> tuple[Tensor, Tensor]:
+    def top(self, n: int, queries: Selection = None, heads: Selection = None) -> tuple[Tensor, Tensor]:
         """The n largest weights of each query and their keys, (B,H,Q,n) each, largest first.
 
         Ties go to the lowest key. Where a query sees fewer than n keys, the rest has weight 0 and key −1.
+
+        Args:
+            n: how many.
+            queries: which; all unless given.
+            heads: which; all unless given.
+
+        >>> q = k = torch.randn(1, 2, 3000, 16)
+        >>> weights, keys = mh.look(q, k, mask=mh.Causal()).top(5, queries=-1, heads=0)
+        >>> weights.shape, keys.shape
+        (torch.Size([1, 1, 1, 5]), torch.Size([1, 1, 1, 5]))
         """
         require_int("n", n, 1)
-        weights, keys = statistics.top(self._region, self._lse_of(), n)
+        h, q, _ = self._choose(heads, queries)
+        weights, keys = statistics.top(self._region.select(h, q), self._lse_of(h, q), n)
         return self._refuse_gradient("top", weights), keys
 
     def peak(self) -> tuple[Tensor, Tensor]:
@@ -312,10 +331,13 @@ class Lens:
         )
 
     def _lse_of(self, heads: Chosen | None = None, queries: Chosen | None = None) -> Tensor:
-        """The log-sum-exp of some heads' queries; kept where it had to be computed for all of them."""
+        """The log-sum-exp of some heads' queries; kept where it had to be computed for many of them."""
         (_, H, Q, _) = self.shape
         heads, queries = slice(0, H) if heads is None else heads, slice(0, Q) if queries is None else queries
         if self._lse is None and (count(heads), count(queries)) != (H, Q):
+            if isinstance(heads, slice) and isinstance(queries, slice) and count(queries) >= BLOCK and count(heads):
+                self._blocks = Blocks(self._region) if self._blocks is None else self._blocks
+                return self._blocks.lse(heads, queries)
             return statistics.scan(self._region.select(heads, queries), entropy_and_peak=False).lse
         if self._lse is None:
             self._lse = statistics.scan(self._region, entropy_and_peak=False).lse
@@ -331,28 +353,7 @@ class Lens:
         if not self._call.needs_grad:
             return result
         sources = [t for t in (self._call.q, self._call.k, self._call.sinks, self._call.bias) if t is not None]
-        return _Refusal.apply(name, result, *sources)
-
-
-class _Refusal(torch.autograd.Function):
-    """A result that has no gradient and says so when asked for one."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(name: str, result: Tensor, *sources: Tensor) -> Tensor:
-        return result.view_as(result)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.name = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            f"{ctx.name} of a lens has no gradient: it is computed tile by tile and the tiles are not kept. rows() and "
-            "columns() have one; elsewhere compute under torch.no_grad(), or detach()"
-        )
+        return Refusal.apply(name, result, *sources)
 
 
 def _checked(lse: Tensor, region: Region) -> Tensor:
@@ -371,32 +372,3 @@ def _divided(weights: Tensor, sinks: Tensor | None, lse: Tensor) -> Tensor:
         total = total + torch.exp(sinks[:, None] - lse).to(total.dtype)
     known = total.isfinite() & (total > 0)  # not where nothing is seen, or a NaN
     return weights.div_(total.where(known, 1)[..., None])
-
-
-# With a gradient ------------------------------------------------------------------------------------------------------
-
-
-def _sinks(region: Region) -> Tensor | None:
-    return None if region.sinks is None else region.sinks.to(region.exact)
-
-
-def _masked(region: Region) -> Tensor:
-    """The scores of a region in one piece, through which gradients flow: (B, H, Q, K), −inf where hidden."""
-    B, H, Q, K = region.shape
-    scores = steps.score(region.q.to(region.exact), steps.repeat_heads(region.k.to(region.exact), H), region.scale)
-    allowed = region.allowed(At(slice(0, B), slice(0, H), slice(0, Q), slice(0, K)))
-    bias = None if region.bias is None else region.bias.to(region.exact)
-    return steps.hide(scores, allowed=allowed, softcap=region.softcap, bias=bias)
-
-
-def _lse_with_gradient(region: Region) -> Tensor:
-    """The log-sum-exp of each query, a block of queries at a time, which is computed again for the gradient."""
-
-    def of_block(part: Region) -> Tensor:
-        return steps.weigh(_masked(part), _sinks(part))[1]
-
-    B, H, Q, K = region.shape
-    step = max(1, min(SIDE, GRADIENT_BLOCK // max(1, B * H * K)))
-    parts = [region.select(queries=slice(n, min(n + step, Q))) for n in range(0, max(Q, 1), step)]
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return torch.cat([checkpoint(of_block, part, **options) for part in parts], dim=2)
