@@ -72,13 +72,14 @@ export function createInput(app) {
         shownFor = key;
         chips.replaceChildren(...(chosen.kind === "picture" ? [] : scene.tokens.map(chip)));
       }
-      chips.hidden = chosen.kind === "picture";
+      chips.hidden = chosen.kind === "picture" || !scene;
       picture.update();
       this.light();
     },
     /** Tokens take the colour of their weight for the token pointed at. */
     light() {
       const scene = session.scene.get();
+      tip.hidden = true;
       if (!scene) return;
       const state = store.get();
       const to = state.way === "to";

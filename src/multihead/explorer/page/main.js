@@ -2,9 +2,10 @@
 
 import { createApp } from "./app.js";
 import { createAsk } from "./ask.js";
-import { eachFrame, el } from "./dom.js";
+import { eachFrame, el, segmented } from "./dom.js";
 import { createHeads } from "./heads.js";
 import { createInput, inputState } from "./input.js";
+import { createMap } from "./map.js";
 import { createMaskEditor } from "./mask_editor.js";
 import { createNumber } from "./number.js";
 import { createPredict } from "./predict.js";
@@ -40,6 +41,9 @@ export function openPage(root) {
   const number = createNumber(app);
   const heads = createHeads(app);
   const predict = createPredict(app);
+  const map = createMap(app);
+  const views = segmented("View", [["steps", "The seven steps"], ["map", "Map of the weights"]], (value) => store.set({ view: value }, { push: true }));
+  views.node.classList.add("views");
   const share = createShare(app, () => stage.node);
   const theme = el("button", { type: "button", id: "theme", onclick: () => store.set({ theme: app.theme() === "dark" ? "light" : "dark" }) });
   const trouble = createTrouble(app);
@@ -51,7 +55,7 @@ export function openPage(root) {
     } }),
     el("header", { class: "top" }, el("h1", {}, "multihead ", el("span", { text: "explorer" })), el("p", { class: "lede", text: "Multi-head attention in seven steps. Every number can be asked where it came from." }), el("div", { class: "top-tools" }, theme, share.button)),
     share.panel, trouble.node,
-    el("main", {}, input.node, mask.panel, mask.cheat, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
+    el("main", {}, input.node, mask.panel, mask.cheat, views.node, map.node, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
     el("footer", {}, el("p", { class: "hint", text: "Keys: ← and → walk the steps, arrow keys move inside a picture, Enter locks, Esc frees." })),
     live, table.node);
 
@@ -76,6 +80,17 @@ export function openPage(root) {
 
   let walked = false;
   function refresh() {
+    const mapped = map.shows();
+    root.classList.toggle("mapped", mapped);
+    root.classList.toggle("long", session.long.get() !== null);
+    views.show(mapped ? "map" : "steps");
+    if (session.long.get()) {
+      dress();
+      input.update();
+      map.update();
+      document.title = `Map · ${session.model().name} · multihead`;
+      return;
+    }
     if (session.scene.get()?.model !== session.model()) return; // another model was chosen, and its numbers are on their way
     dress();
     app.dim();
@@ -88,6 +103,7 @@ export function openPage(root) {
     number.show();
     heads.update();
     predict.update();
+    map.update();
     const scene = session.scene.get();
     const alone = !scene.exact && scene.edited && store.get().layer > 0;
     provisional.textContent = !alone ? "" : start.mode === "file" ? "The change is shown in this layer only: what it does to the layers before needs Python." : "";
@@ -126,7 +142,7 @@ export function openPage(root) {
     heads.update();
     input.light();
   });
-  for (const signal of [session.before, session.after, session.decoded]) signal.subscribe(soon);
+  for (const signal of [session.before, session.after, session.decoded, session.long]) signal.subscribe(soon);
   session.busy.subscribe((/** @type {number} */ n) => root.setAttribute("aria-busy", String(n > 0)));
 
   document.addEventListener("keydown", (event) => {
@@ -171,7 +187,7 @@ export function openPage(root) {
   }
   trouble.retry = () => (session.models.length ? session.load() : begin());
   begin();
-  return { app, stage, mask, input };
+  return { app, stage, mask, input, map };
 }
 
 /** What went wrong, in words, with what to do. @param {any} app */

@@ -19,6 +19,7 @@ export function createSession(store, python) {
   const before = createSignal(/** @type {Prediction | null} */ (null));
   const after = createSignal(/** @type {Prediction | null} */ (null));
   const decoded = createSignal(/** @type {any} */ (null));
+  const long = createSignal(/** @type {any} */ (null)); // an input that is too long for a trace, for the map
   const trouble = createSignal(/** @type {Trouble} */ (null));
   const busy = createSignal(0);
   /** @type {any[]} */
@@ -150,6 +151,12 @@ export function createSession(store, python) {
     const where = { model: modelOf(state).id, layer: state.layer, input };
     const key = JSON.stringify(where);
     try {
+      if (await isLong(where, state)) {
+        await lookAtLong(where, key);
+        return;
+      }
+      if (key !== wantedKey()) return;
+      long.set(null);
       let base = bases.get(key);
       if (!base) {
         const [answer, weights] = await Promise.all([only("trace", "trace", where), weightsOf(where)]);
@@ -166,6 +173,32 @@ export function createSession(store, python) {
     } catch (error) {
       complain(error);
     }
+  }
+
+  /** Whether an input has more items than a trace may have. Short texts need not be asked about. @param {any} where @param {any} state */
+  async function isLong(where, state) {
+    const model = modelOf(state);
+    const { kind, text, ids } = where.input;
+    if (python.mode === "file" || !(model.longest > model.most)) return false;
+    if (kind === "given") return (model.given ?? 0) > model.most;
+    if (kind === "tokens") return ids.length > model.most;
+    if (kind !== "text" || new TextEncoder().encode(text).length < model.most - 8) return false;
+    return (await only("items", "items", { model: where.model, input: where.input, start: 0, stop: 0 })).meta.count > model.most;
+  }
+
+  /** @param {any} where @param {string} key */
+  async function lookAtLong(where, key) {
+    const edits = editsOf(store.get(), 0);
+    const name = `${key} ${JSON.stringify(edits)}`;
+    if (long.get()?.key !== name) {
+      const { meta, tensors } = await only("trace", "thumbnails", { ...where, ...edits });
+      if (key !== wantedKey()) return;
+      trouble.set(null);
+      long.set({ key: name, where, edits, model: modelOf(store.get()), Q: meta.count, K: meta.keys, H: meta.heads, maps: tensors.maps });
+    }
+    scene.set(null);
+    for (const signal of [before, after, decoded, wall]) signal.set(null);
+    [plain.key, walled, decodedKey] = ["", "", ""];
   }
 
   /** Step 7 of a large layer, a few rows at a time, so that the page goes on answering; the output before stays until then. @param {any} made */
@@ -278,6 +311,7 @@ export function createSession(store, python) {
     before,
     after,
     decoded,
+    long,
     trouble,
     busy,
     load,

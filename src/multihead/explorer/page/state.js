@@ -28,6 +28,11 @@ export const DEFAULTS = {
   way: "to", // "to": what a token attends to; "from": who attends to it
   rollout: false,
   speed: 1,
+  view: "steps", // or "map": the weights of a head as a map
+  map: "", // "12000.5,300,4.5": the query and the key at its upper left corner, and the pixels of an item
+  pool: "max", // what a bin of the map shows
+  sink: true, // whether the first key counts for its colours
+  contrast: 0,
   theme: "auto",
 };
 
@@ -37,9 +42,11 @@ const CHOICES = {
   colour: ["auto", "values", "heads"],
   way: ["to", "from"],
   theme: ["auto", "light", "dark"],
+  view: ["steps", "map"],
+  pool: ["max", "mean"],
 };
 
-const RANGES = { layer: [0, 999], step: [1, 7], head: [0, 999], least: [0, 100], temperature: [0.05, 5], top: [1, 200], speed: [0.25, 4] };
+const RANGES = { layer: [0, 999], step: [1, 7], head: [0, 999], least: [0, 100], temperature: [0.05, 5], top: [1, 200], speed: [0.25, 4], contrast: [0, 4] };
 const LONGEST = 20000;
 
 /** The state that a fragment stands for. What is not understood is left at its default. @param {string} fragment @returns {State} */
@@ -53,7 +60,7 @@ export function parseState(fragment) {
       const [low, high] = /** @type {any} */ (RANGES)[key];
       const number = Number(text);
       if (text.trim() === "" || !Number.isFinite(number)) continue;
-      state[key] = Math.min(high, Math.max(low, Number.isInteger(usual) && key !== "speed" && key !== "temperature" ? Math.round(number) : number));
+      state[key] = Math.min(high, Math.max(low, Number.isInteger(usual) && !["speed", "temperature", "contrast"].includes(key) ? Math.round(number) : number));
     } else if (typeof usual === "boolean") {
       if (text === "1" || text === "0") state[key] = text === "1";
     } else if (Object.hasOwn(CHOICES, key)) {
