@@ -156,11 +156,11 @@ BAD = [
     ("tile", {"head": 0, "level": 0, "row": 6, "column": 0}, "the map has 1500 × 1500 items"),
     ("tile", {"head": 0, "level": 0, "row": 0, "column": 0, "first": 256}, "first=256"),
     ("tile", {"head": 0, "level": 0, "row": 0, "column": 0, "pool": "sum"}, "expected 'max' or 'mean'"),
-    ("tile", {"head": 0, "level": -1, "row": 0, "column": 0}, "level=-1: expected a whole number of at least 0"),
+    ("tile", {"head": 0, "level": -1, "row": 0, "column": 0}, "level=-1: expected an integer of at least 0"),
     ("tile", {"head": 0, "level": 2**30, "row": 1, "column": 0}, "the map has"),
     ("links", {"head": 0, "n": 3}, "one of 1500 queries or 1500 keys"),
     ("links", {"head": 0, "n": 3, "query": 1, "key": 1}, "one of 1500 queries"),
-    ("links", {"head": 0, "n": 0, "query": 1}, "n=0: expected a whole number of at least 1"),
+    ("links", {"head": 0, "n": 0, "query": 1}, "n=0: expected an integer of at least 1"),
     ("links", {"head": 0, "n": 3, "query": 1500}, "one of 1500 queries"),
 ]
 

@@ -77,9 +77,7 @@ class OnMap:
         return self.ready() if exact else self
 
     def ready(self) -> "OnMap":
-        self.page.wait_for_function(
-            "() => new Promise(d => setTimeout(() => d(true), 60))"
-        )  # what is asked after a while
+        self.explorer.settle()
         self.page.wait_for_function(EXACT, timeout=60_000)
         self.explorer.settle()
         return self

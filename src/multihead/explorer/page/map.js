@@ -392,6 +392,7 @@ export function createMap(app) {
       contrast.value = String(state.contrast);
       showRail();
       side.update();
+      node.dataset.exact = "false";
       draw();
       fetchSoon();
     },
