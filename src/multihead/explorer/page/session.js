@@ -151,7 +151,8 @@ export function createSession(store, python) {
     const where = { model: modelOf(state).id, layer: state.layer, input };
     const key = JSON.stringify(where);
     try {
-      if (await isLong(where, state)) {
+      const many = isLong(where, state); // known at once where it can be: edits are answered before the next frame
+      if (many === true || (many && (await many))) {
         await lookAtLong(where, key);
         return;
       }
@@ -175,15 +176,15 @@ export function createSession(store, python) {
     }
   }
 
-  /** Whether an input has more items than a trace may have. Short texts need not be asked about. @param {any} where @param {any} state */
-  async function isLong(where, state) {
+  /** Whether an input has more items than a trace may have. Short texts need not be asked about. @param {any} where @param {any} state @returns {boolean | Promise<boolean>} */
+  function isLong(where, state) {
     const model = modelOf(state);
     const { kind, text, ids } = where.input;
     if (python.mode === "file" || !(model.longest > model.most)) return false;
     if (kind === "given") return (model.given ?? 0) > model.most;
     if (kind === "tokens") return ids.length > model.most;
     if (kind !== "text" || new TextEncoder().encode(text).length < model.most - 8) return false;
-    return (await only("items", "items", { model: where.model, input: where.input, start: 0, stop: 0 })).meta.count > model.most;
+    return only("items", "items", { model: where.model, input: where.input, start: 0, stop: 0 }).then(({ meta }) => meta.count > model.most);
   }
 
   /** @param {any} where @param {string} key */
