@@ -1,13 +1,15 @@
 """The arithmetic and the method of the benchmarks; never speed, which a shared machine cannot promise."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from multihead.bench import measure
-from multihead.bench.cases import CASES, CAUSAL, FULL, OPENVINO, SDPA, Attend, Layer, Mask, goal, select
+from multihead.bench import ceilings, measure
+from multihead.bench.cases import CAUSAL, FULL, OPENVINO, OURS_FP32, SDPA, Attend, Layer, Mask, Train, goal
 from multihead.bench.ceilings import Ceilings, measure_ceilings, working_set
+from multihead.bench.table import CASES, HALF_GOALS, SINGLE, select
 
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
 STEADY = [1.0] * 100
@@ -197,9 +199,11 @@ def test_causal_counts_half_and_a_window_a_sliver():
 
 def test_decode_is_bound_by_reading_keys_and_values_and_prefill_by_products():
     decode, prefill = Attend(1, 32, 8, 1, 4096, 128, FULL, ""), Attend(1, 8, 8, 2048, 2048, 128, FULL, "")
-    ceilings = Ceilings(300e9, {working_set(c): 50e9 for c in (decode, prefill)})
+    ceilings = Ceilings({"fp32": 300e9, "bf16": 600e9}, {working_set(c): 50e9 for c in (decode, prefill)})
     assert ceilings.seconds(decode) == (2 * 8 * 4096 * 128 * 4 / 50e9, "read")
     assert ceilings.seconds(prefill) == (4 * 8 * 2048**2 * 128 / 300e9, "GEMM")
+    assert ceilings.seconds(replace(prefill, dtype="bf16")) == (4 * 8 * 2048**2 * 128 / 600e9, "GEMM")
+    assert replace(decode, dtype="fp16").bytes == decode.bytes / 2
 
 
 def test_a_layer_is_four_projections_and_the_attention_between():
@@ -208,9 +212,18 @@ def test_a_layer_is_four_projections_and_the_attention_between():
 
 def test_ceilings_are_rates_and_the_better_measurement_counts():
     measured = measure_ceilings([TINY], seconds=0.01)
-    assert measured.gemm > 1e8
+    assert list(measured.gemm) == ["fp32"]
+    assert all(rate > 1e8 for rate in measured.gemm.values())
     assert all(rate > 1e8 for rate in measured.read.values())
-    assert Ceilings(2.0, {16: 5.0}).best(Ceilings(3.0, {16: 4.0})) == Ceilings(3.0, {16: 5.0})
+    one, other = Ceilings({"fp32": 2.0}, {16: 5.0}), Ceilings({"fp32": 3.0}, {16: 4.0})
+    assert one.best(other) == Ceilings({"fp32": 3.0}, {16: 5.0})
+
+
+def test_half_precision_is_never_held_to_less_than_single(monkeypatch):
+    rates = {"fp32": 3.0, "bf16": 5.0, "fp16": 1.0}
+    monkeypatch.setattr(ceilings, "gemm_rate", lambda dtype, seconds: rates[dtype])
+    cases = [replace(TINY, dtype=dtype) for dtype in rates]
+    assert measure_ceilings(cases, seconds=0.001).gemm == {"fp32": 3.0, "bf16": 5.0, "fp16": 3.0}
 
 
 def test_every_case_has_a_name_of_its_own_a_reason_and_goals_for_its_peers_only():
@@ -225,3 +238,18 @@ def test_cases_are_chosen_by_part_of_a_name_or_by_a_glob():
     assert {case.mask.label for case in select(["window"])} == {"window256-causal"}
     assert all(case.name.endswith("/causal") for case in select(["*/causal"]))
     assert len(select(quick=True)) < len(select())
+
+
+def test_every_case_of_single_precision_is_there_in_half():
+    assert [case.name for case in select(named=True)] == [case.name for case in SINGLE]
+    for dtype in ("bf16", "fp16"):
+        found = select(named=True, dtypes=[dtype])
+        assert [case.name for case in found] == [f"{case.name}/{dtype}" for case in SINGLE]
+        assert all(OURS_FP32 in case.peers for case in found if isinstance(case, Attend | Layer))
+    assert set(HALF_GOALS) <= {case.name for case in CASES}
+    [decode] = select(["decode/1x32:8"], dtypes=["bf16"])
+    assert goal(decode, OURS_FP32) == 1.7
+    assert {case.name for case in select(["train"])} == {
+        f"train/{n}/{m}" for n in ("1x8x512x64", "1x8x2048x64", "8x12x197x64") for m in ("full", "causal")
+    }
+    assert {type(case) for case in select(["train"])} == {Train}

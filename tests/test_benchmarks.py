@@ -7,33 +7,42 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from multihead.bench import cli, measure, oracle, ours, report, runner
+from multihead.bench import cli, machine, measure, oracle, ours, report, runner
 from multihead.bench.cases import (
-    CASES,
     CAUSAL,
+    FLEX,
     FULL,
     LAYER_PEERS,
+    OURS_FP32,
     PER_DOCUMENT,
     SDPA,
+    ZENTORCH,
     Attend,
     Layer,
     Lens,
     Mask,
     Model,
-    select,
+    Train,
 )
 from multihead.bench.ceilings import Ceilings, working_set
 from multihead.bench.peers import runtimes, sdpa
 from multihead.bench.problems import problem_of
+from multihead.bench.table import CASES, select
 
 MASKS = [FULL, CAUSAL, Mask(causal=True, window=3), Mask(documents=(2, 5, 4)), Mask(causal=True, documents=(2, 5, 4))]
 TINY = Attend(1, 2, 2, 5, 7, 3, CAUSAL, "all sizes distinct")
+SLOW = (FLEX, ZENTORCH)  # to start: one compiles, the other loads a torch of its own
 STEADY = [1.0] * 100
+
+
+def run_tiny(**options):
+    return runner.run_case(TINY, threads=1, seconds=0.01, skipped=SLOW, **options)
 
 
 @pytest.fixture
@@ -79,10 +88,77 @@ def stand_in(monkeypatch):
     ids=lambda case: case.why,
 )
 def test_every_way_of_asking_torch_gives_the_oracles_answer(case):
+    check_peers(problem_of(case, threads=1), skipped=SLOW)
+
+
+def check_peers(problem, skipped=()):
+    for name in problem.case.peers:
+        if name not in skipped:
+            peer = problem.peer(name)
+            try:
+                oracle.check(name, peer.result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
+                assert peer.seconds(1) > 0
+            finally:
+                peer.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Attend(2, 3, 3, 5, 5, 7, CAUSAL, "causal"),
+        Attend(1, 2, 2, 11, 11, 3, Mask(causal=True, documents=(2, 5, 4)), "documents"),
+        Attend(2, 6, 2, 1, 13, 5, FULL, "decode, grouped"),
+        Train(2, 6, 3, 7, 7, 5, CAUSAL, "training, grouped"),
+        Train(1, 2, 2, 11, 11, 3, FULL, "training"),
+        Layer(2, 5, 24, 3, CAUSAL, "layer"),
+        Lens("statistics", 2, 3, 37, 5, CAUSAL, "lens"),
+    ],
+    ids=lambda case: case.why,
+)
+def test_every_kind_of_case_is_right_in_every_dtype(case, dtype):
+    problem = problem_of(replace(case, dtype=dtype), threads=1)
+    assert problem.ours().result().dtype != torch.float64
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
+    check_peers(problem, skipped=(*SLOW, *runtimes.MODULES))
+    assert (OURS_FP32 in problem.case.peers) == (dtype != "fp32" and case.why != "lens")
+    with pytest.raises(oracle.WrongResult):
+        oracle.check("a wrong one", problem.ours().result() * 1.5, problem.exact, problem.bound)
+
+
+def test_torchs_flex_attention_gives_the_oracles_answer():
+    problem = problem_of(Attend(1, 2, 2, 40, 40, 16, Mask(causal=True, window=9), "", dtype="bf16"), threads=1)
+    peer = problem.peer(FLEX)
+    oracle.check(FLEX, peer.result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Attend(1, 4, 2, 7, 13, 8, CAUSAL, "", dtype="bf16"), Layer(2, 5, 24, 3, CAUSAL, "", dtype="bf16")],
+    ids=["attend", "layer"],
+)
+def test_zentorch_gives_the_oracles_answer_in_a_process_of_its_own(case):
+    if importlib.util.find_spec("zentorch") is None:
+        pytest.skip("zentorch is not installed")
     problem = problem_of(case, threads=1)
-    for name in case.peers:
-        peer = problem.peer(name)
-        oracle.check(name, peer.result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
+    check_peers(problem, skipped=[name for name in case.peers if name != ZENTORCH])
+    assert "zentorch" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "again"),
+    [(["avx512f"], -4, False), (["amx_tile"], 0, False), (["amx_tile"], -4, True)],
+    ids=["no AMX", "AMX that works", "AMX that dies"],
+)
+def test_onednn_is_limited_where_its_products_die_and_before_torch_is_loaded(monkeypatch, flags, code, again):
+    started = []
+    monkeypatch.delenv(machine.LIMIT, raising=False)
+    monkeypatch.setattr(machine, "cpu", lambda: ("a CPU", flags))
+    monkeypatch.setattr(machine.subprocess, "run", lambda *command, **options: SimpleNamespace(returncode=code))
+    monkeypatch.setattr(machine.os, "execv", lambda path, command: started.append(machine.os.environ[machine.LIMIT]))
+    machine.limit_onednn()
+    assert started == (["AVX512_CORE_FP16"] if again else [])
+    monkeypatch.delenv(machine.LIMIT, raising=False)
 
 
 @pytest.mark.parametrize("mask", MASKS[:3], ids=lambda mask: mask.label)
@@ -115,8 +191,21 @@ def test_a_model_gives_the_same_on_every_attention(kind, N, attentions):
         oracle.check("a wrong one", problem.ours().result() * 1.001, problem.exact, problem.bound)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("cached", [0, 11])
+def test_a_model_in_half_precision_and_with_a_cache_gives_the_same_in_every_call(cached, dtype):
+    pytest.importorskip("transformers")
+    problem = problem_of(Model("Llama", "test", 2, 1, 24, 4, 2, 40, 2, "", dtype=dtype, cached=cached), threads=1)
+    contender = problem.ours()
+    first, second = contender.result(), contender.result()
+    oracle.check("ours", first, problem.exact, problem.bound)
+    assert torch.equal(first, second)
+    assert first.dtype == problem.case.type
+    check_peers(problem)
+
+
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=lambda mask: mask.label)
-@pytest.mark.parametrize("name", LAYER_PEERS)
+@pytest.mark.parametrize("name", LAYER_PEERS[:-1])
 def test_every_layer_peer_computes_the_same_layer(name, mask):
     for module in ("onnx", runtimes.MODULES[name]) if name in runtimes.MODULES else ():
         if importlib.util.find_spec(module) is None:
@@ -142,15 +231,15 @@ def test_every_layer_peer_computes_the_same_layer(name, mask):
 )
 def test_a_wrong_result_of_ours_is_refused_not_timed(stand_in, spoil, words):
     stand_in.wrong = spoil
-    outcome = runner.run_case(TINY, threads=1, seconds=0.01)
+    outcome = run_tiny()
     assert words in outcome.refused
     assert outcome.noise is None
-    assert [peer.comparison for peer in outcome.peers] == [None]
+    assert [peer.comparison for peer in outcome.peers] == [None] * 3
 
 
 def test_a_wrong_result_of_a_peer_is_refused_not_timed(stand_in, monkeypatch):
     monkeypatch.setitem(sdpa.BUILDERS, SDPA, lambda case, q, k, v: measure.Local(SDPA, lambda: torch.zeros_like(q)))
-    [peer] = runner.run_case(TINY, threads=1, seconds=0.01).peers
+    peer = run_tiny().peers[0]
     assert peer.comparison is None
     assert "is off by" in peer.reason
 
@@ -164,7 +253,7 @@ def off_by(case, q, k, v, factor):
 @pytest.mark.parametrize(("factor", "timed"), [(0.9, True), (2.0, True), (5.0, False)])
 def test_a_peer_a_little_less_exact_is_timed_with_a_note(stand_in, monkeypatch, factor, timed):
     monkeypatch.setitem(sdpa.BUILDERS, SDPA, lambda *tensors: off_by(*tensors, factor))
-    outcome = runner.run_case(TINY, threads=1, seconds=0.01)
+    outcome = run_tiny()
     assert (outcome.peers[0].comparison is not None) == timed
     told = " ".join(report.notes(a_report(results=[outcome], planned=1)))
     assert ("its error is 2.0 times the bound" in told) == (factor == 2.0)
@@ -173,7 +262,7 @@ def test_a_peer_a_little_less_exact_is_timed_with_a_note(stand_in, monkeypatch, 
 def test_ours_gets_no_such_allowance(stand_in):
     bound = problem_of(TINY, threads=1).bound
     stand_in.wrong = lambda out: out + 2 * bound
-    assert "is off by" in runner.run_case(TINY, threads=1, seconds=0.01).refused
+    assert "is off by" in run_tiny().refused
 
 
 def test_an_error_of_ours_is_told_and_ends_nothing(stand_in):
@@ -181,16 +270,16 @@ def test_an_error_of_ours_is_told_and_ends_nothing(stand_in):
         raise ValueError("no softcap here")
 
     stand_in.wrong = refuse
-    assert runner.run_case(TINY, threads=1, seconds=0.01).refused == "ValueError: no softcap here"
+    assert run_tiny().refused == "ValueError: no softcap here"
 
 
 def test_a_peer_that_is_missing_or_left_out_is_listed_with_the_reason(stand_in, monkeypatch):
-    monkeypatch.setitem(runtimes.MODULES, LAYER_PEERS[-1], "no_such_runtime")
+    monkeypatch.setitem(runtimes.MODULES, ZENTORCH, "no_such_runtime")
     case = Layer(1, 3, 8, 2, CAUSAL, "")
     outcome = runner.run_case(case, threads=1, seconds=0.01, skipped=LAYER_PEERS[:-1])
     assert [peer.name for peer in outcome.peers] == list(LAYER_PEERS)
     assert outcome.peers[0].reason == "left out by --no-peers"
-    assert outcome.peers[-1].reason in ("no_such_runtime is not installed", "onnx is not installed")
+    assert outcome.peers[-1].reason == "no_such_runtime is not installed"
     assert outcome.noise is not None
 
 
@@ -198,7 +287,7 @@ def test_a_runtime_that_refuses_or_dies_says_so():
     runtime = runtimes.Runtime("ONNX Runtime", threads=1)
     try:
         with pytest.raises(runtimes.Unavailable, match="Error"):
-            runtime.ask("load", b"no model", torch.zeros(1).numpy())
+            runtime.ask("load", b"no model", torch.zeros(1).numpy(), "f32")
         runtime._process.kill()
         with pytest.raises(runtimes.Unavailable, match="its process ended with code -9"):
             runtime.ask("time", 1)
@@ -231,7 +320,7 @@ def a_report(**changes):
         runner.CaseResult(case, "native", 1e-7, 2e-7, even, peers=peers),
         runner.CaseResult(TINY, refused="off by 1", peers=[runner.PeerResult(SDPA, reason="not timed")]),
     ]
-    ceilings = Ceilings(1e9, {working_set(TINY): 1e9})
+    ceilings = Ceilings({"fp32": 1e9}, {working_set(TINY): 1e9})
     return report.Report(
         **({"machine": {"CPU": "a CPU"}, "ceilings": ceilings, "results": results, "planned": 2} | changes)
     )
@@ -275,7 +364,7 @@ def test_a_goal_just_missed_is_told_from_one_within_the_noise():
 
 def test_a_quick_run_from_end_to_end(stand_in, tmp_path, capsys):
     files = tmp_path / "run.md", tmp_path / "run.json"
-    arguments = ["--case", "1x8x17x120/causal", "--seconds-per-case", "0.1"]
+    arguments = ["--case", "1x8x17x120/causal", "--seconds-per-case", "0.1", "--no-peers", ZENTORCH]
     arguments += ["--threads", "1", "--markdown", str(files[0]), "--json", str(files[1])]
     threads = torch.get_num_threads()
     try:
@@ -292,10 +381,8 @@ def test_a_quick_run_from_end_to_end(stand_in, tmp_path, capsys):
 
 def test_the_package_itself_goes_through_by_a_named_backend(tmp_path):
     path = tmp_path / "run.json"
-    assert (
-        cli.main(["--case", "1x8x63x40", "--seconds-per-case", "0.1", "--backend", "reference", "--json", str(path)])
-        == 0
-    )
+    arguments = ["--case", "1x8x63x40", "--seconds-per-case", "0.1", "--no-peers", ZENTORCH]
+    assert cli.main([*arguments, "--backend", "reference", "--json", str(path)]) == 0
     run = json.loads(path.read_text())
     assert run["machine"]["backend"] == "reference"
     assert {result["backend"] for result in run["results"]} == {"reference"}
@@ -323,6 +410,7 @@ def test_the_list_names_every_case(capsys):
     [
         (["--no-peers", "nobody"], "no such peer; there are torch SDPA"),
         (["--threads", "0"], "0 is not above 0"),
+        (["--dtype", "fp64"], "argument --dtype: invalid choice: 'fp64'"),
         (["--seconds-per-case", "x"], "invalid float value"),
         (["--json", "/no/such/folder/run.json"], "there is no folder /no/such/folder"),
     ],
@@ -334,5 +422,17 @@ def test_bad_arguments_are_refused_in_words(arguments, words, capsys):
 
 
 def test_a_pattern_that_matches_nothing_points_to_the_list():
-    with pytest.raises(SystemExit, match="no case matches nothing: --list"):
+    with pytest.raises(SystemExit, match="no case matches nothing in fp32: --list names them all, --dtype chooses"):
         cli.main(["--case", "nothing"])
+
+
+def test_a_run_in_half_precision_says_how_long_it_takes_and_names_its_ceiling(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    arguments = ["--dtype", "bf16", "--case", "attend/1x8x17x120/causal", "--seconds-per-case", "0.1"]
+    assert cli.main([*arguments, "--no-peers", ZENTORCH, "--json", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "1 cases, 0.1 s each: about 0 minutes" in told
+    assert "bf16 GEMM" in told
+    [result] = json.loads(path.read_text())["results"]
+    assert result["name"] == "attend/1x8x17x120/causal/bf16"
+    assert [peer["name"] for peer in result["peers"] if peer["comparison"]] == [SDPA, OURS_FP32]

@@ -159,21 +159,22 @@ class Attention {
   }
 
   void look_at(const std::string& name, const std::vector<index>& shape) {
-    Looking looking;
-    looking.plan = scores();
-    looking.plan.given = state();
+    Recompute recompute;
+    recompute.plan = scores();
+    recompute.plan.given = state();
     void* to = into(name, wide, shape);
     if (name == "weights") {
       std::memset(to, 0, results.at(name).bytes());
-      looking.weights = view_of(results.at(name));
+      recompute.weights = view_of(results.at(name));
     } else if (name == "received") {
-      looking.received = to;
+      recompute.received = to;
     } else if (name == "map" || name == "largest") {
-      looking.map = to, looking.height = shape[2], looking.width = shape[3], looking.largest = name == "largest";
+      recompute.map = to, recompute.height = shape[2], recompute.width = shape[3],
+      recompute.largest = name == "largest";
     } else {
       throw std::runtime_error("nothing is called '" + name + "'");
     }
-    look(looking, isa, threads);
+    look(recompute, isa, threads);
   }
 };
 

@@ -1,24 +1,31 @@
-"""What is measured: one table of cases, each with the reason it is there. Data only; nothing here runs anything.
+"""What is measured: kinds of cases, each in any dtype, and who takes part. Data only; nothing here runs anything.
 
 B batch · H query heads · G key/value heads · Q queries · K keys · D head width (of v too) · E model width.
 """
 
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 
-FLOAT = 4  # bytes; every case is float32
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SDPA = "torch SDPA"
 PER_DOCUMENT = "torch SDPA, a call per document"
 GROUPED = "torch SDPA, group as queries"
+FLEX = "torch FlexAttention"
+ZENTORCH = "zentorch"
 NN, FUSED = "nn.MultiheadAttention", "torch, fused by hand"
 ORT, OPENVINO = "ONNX Runtime", "OpenVINO"
-LAYER_PEERS = (NN, FUSED, ORT, OPENVINO)
+LAYER_PEERS = (NN, FUSED, ORT, OPENVINO, ZENTORCH)
+HALF_LAYER_PEERS = {"bf16": (NN, FUSED, OPENVINO, ZENTORCH), "fp16": (NN, FUSED, ZENTORCH)}  # who computes in it
+OURS_FP32 = "ours in fp32"
 ONE_ATTEND, MATERIALISED = "one attend of the same size", "torch, all weights in memory"
 HF_SDPA, HF_EAGER = "transformers, sdpa", "transformers, eager"
-PEERS = (SDPA, PER_DOCUMENT, GROUPED, *LAYER_PEERS, ONE_ATTEND, MATERIALISED, HF_SDPA, HF_EAGER)
+PEERS = (
+    *(SDPA, PER_DOCUMENT, GROUPED, FLEX),
+    *LAYER_PEERS,
+    *(ONE_ATTEND, MATERIALISED, HF_SDPA, HF_EAGER, OURS_FP32),
+)
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,28 @@ class Mask:
 FULL, CAUSAL = Mask(), Mask(causal=True)
 
 
+class Numbers:
+    """What the dtype of a case decides."""
+
+    dtype: str  # a name in DTYPES
+
+    @property
+    def type(self):
+        return DTYPES[self.dtype]
+
+    @property
+    def suffix(self):
+        """Of the name."""
+        return "" if self.dtype == "fp32" else f"/{self.dtype}"
+
+    @property
+    def own(self):
+        """In half precision, ourselves in single: whether it pays to change."""
+        return () if self.dtype == "fp32" else (OURS_FP32,)
+
+
 @dataclass(frozen=True)
-class Attend:
+class Attend(Numbers):
     """`attend(q, k, v)` against what torch offers for the same question."""
 
     B: int
@@ -71,19 +98,25 @@ class Attend:
     why: str
     goals: dict[str, float] = field(default_factory=dict, hash=False)  # ratio to reach, by peer; 1 where none is named
     quick: bool = False  # in the short list
+    dtype: str = "fp32"
 
     @property
     def name(self):
         heads = str(self.H) if self.H == self.G else f"{self.H}:{self.G}"
         length = str(self.Q) if self.Q == self.K else f"{self.Q}:{self.K}"
         kind = "decode" if self.Q == 1 else "attend"
-        return f"{kind}/{self.B}x{heads}x{length}x{self.D}/{self.mask.label}"
+        return f"{kind}/{self.B}x{heads}x{length}x{self.D}/{self.mask.label}{self.suffix}"
 
     @property
     def peers(self):
         per_document = [PER_DOCUMENT] if self.mask.documents else []
         grouped = [GROUPED] if self.Q == 1 and self.G < self.H else []
-        return (SDPA, *per_document, *grouped)
+        blocks = self.mask.documents or self.mask.window
+        fits = (
+            [FLEX] if blocks or (self.mask.causal and self.Q != self.K) else []
+        )  # where SDPA has no word for the mask
+        zentorch = [] if blocks else [ZENTORCH]
+        return (SDPA, *per_document, *grouped, *fits, *zentorch, *self.own)
 
     @property
     def flops(self):
@@ -93,11 +126,29 @@ class Attend:
     @property
     def bytes(self):
         """K and v, read once."""
-        return 2 * self.B * self.G * self.K * self.D * FLOAT
+        return 2 * self.B * self.G * self.K * self.D * self.type.itemsize
 
 
 @dataclass(frozen=True)
-class Layer:
+class Train(Attend):
+    """Forward and backward of the same: the gradients of q, k and v for a given one of the output."""
+
+    @property
+    def name(self):
+        return "train" + super().name.removeprefix("attend")
+
+    @property
+    def peers(self):
+        return (SDPA, *self.own)
+
+    @property
+    def flops(self):
+        """Two products forward; five backward, of which one makes the scores again."""
+        return super().flops * 7 // 2
+
+
+@dataclass(frozen=True)
+class Layer(Numbers):
     """The whole layer, projections included, on (B,N,E), with as many key/value heads as heads."""
 
     B: int
@@ -108,11 +159,15 @@ class Layer:
     why: str
     goals: dict[str, float] = field(default_factory=dict, hash=False)
     quick: bool = False
-    peers = LAYER_PEERS
+    dtype: str = "fp32"
 
     @property
     def name(self):
-        return f"layer/{self.B}x{self.N}x{self.E}/{self.H}-heads/{self.mask.label}"
+        return f"layer/{self.B}x{self.N}x{self.E}/{self.H}-heads/{self.mask.label}{self.suffix}"
+
+    @property
+    def peers(self):
+        return (*HALF_LAYER_PEERS.get(self.dtype, LAYER_PEERS), *self.own)
 
     @property
     def flops(self):
@@ -122,11 +177,11 @@ class Layer:
     @property
     def bytes(self):
         """Four weight matrices and their biases, read once."""
-        return 4 * (self.E**2 + self.E) * FLOAT
+        return 4 * (self.E**2 + self.E) * self.type.itemsize
 
 
 @dataclass(frozen=True)
-class Lens:
+class Lens(Numbers):
     """What a lens tells of the weights of (B,H,N,D), against one `attend` and against a peer that keeps all weights."""
 
     what: str  # "statistics" (entropy, peak and received), "rows" (of 16 queries) or "map" (512 × 512)
@@ -140,10 +195,11 @@ class Lens:
     quick: bool = False
     fits: bool = True  # whether all weights fit in memory, and the peer that keeps them takes part
     named: bool = False  # takes minutes, and is run only where --case asks for it
+    dtype: str = "fp32"
 
     @property
     def name(self):
-        return f"lens-{self.what}/{self.B}x{self.H}x{self.N}x{self.D}/{self.mask.label}"
+        return f"lens-{self.what}/{self.B}x{self.H}x{self.N}x{self.D}/{self.mask.label}{self.suffix}"
 
     @property
     def peers(self):
@@ -167,12 +223,15 @@ class Lens:
     @property
     def bytes(self):
         """K, read once."""
-        return self.B * self.H * self.N * self.D * FLOAT
+        return self.B * self.H * self.N * self.D * self.type.itemsize
 
 
 @dataclass(frozen=True)
-class Model:
-    """A Hugging Face model with random weights, a whole forward pass, on our attention and on transformers' own."""
+class Model(Numbers):
+    """A Hugging Face model with random weights, a whole forward pass, on our attention and on transformers' own.
+
+    `cached`: how many tokens stand in the key/value cache already; of a Llama, N new ones follow them.
+    """
 
     kind: str  # "ViT" (images of 224 × 224, so N is 197), "BERT" or "Llama"
     size: str
@@ -187,10 +246,14 @@ class Model:
     attentions: bool = False  # whether output_attentions=True, against the attention that can: eager
     goals: dict[str, float] = field(default_factory=dict, hash=False)
     quick: bool = False
+    dtype: str = "fp32"
+    cached: int = 0
 
     @property
     def name(self):
-        return f"model/{self.kind}-{self.size}/{self.B}x{self.N}{'/attentions' if self.attentions else ''}"
+        length = f"{self.N}:{self.N + self.cached}" if self.cached else f"{self.N}"
+        attentions = "/attentions" if self.attentions else ""
+        return f"model/{self.kind}-{self.size}/{self.B}x{length}{attentions}{self.suffix}"
 
     @property
     def peers(self):
@@ -205,88 +268,15 @@ class Model:
     @property
     def flops(self):
         """Every matrix for every token, and attention over visible pairs."""
-        pairs = (CAUSAL if self.kind == "Llama" else FULL).pairs(self.N, self.N)
+        pairs = (CAUSAL if self.kind == "Llama" else FULL).pairs(self.N, self.N + self.cached)
         return self.B * (2 * self.N * self.matrices + 4 * self.layers * pairs * self.E)
 
     @property
     def bytes(self):
-        """The matrices, read once."""
-        return self.matrices * FLOAT
+        """The matrices, read once, and the cached keys and values."""
+        cached = 2 * self.B * self.layers * self.cached * self.E * self.G // self.H
+        return (self.matrices + cached) * self.type.itemsize
 
 
 def goal(case, peer):
     return case.goals.get(peer, 1.0)
-
-
-def lens(B, H, N, D, why, **options):
-    """Each question at one size, causal, with what it may cost in calls of attend."""
-    attends = {"statistics": 2.5, "rows": 0.01, "map": 1.5}
-    return [Lens(what, B, H, N, D, CAUSAL, why, {ONE_ATTEND: 1 / most}, **options) for what, most in attends.items()]
-
-
-def pair(B, H, N, D, why, full=1.0, causal=1.0, quick=False):
-    """One size, full and causal, with the ratio to reach for each."""
-    return [
-        Attend(B, H, H, N, N, D, mask, why, {SDPA: ratio}, quick) for mask, ratio in ((FULL, full), (CAUSAL, causal))
-    ]
-
-
-# Short and long alternate, so that neither order nor equal sharing balances them by luck.
-DOCUMENTS = (1500, 17, 411, 930, 63, 1210, 257, 640)
-PACKED = sum(DOCUMENTS)
-
-# fmt: off
-CASES = [
-    *pair(1,  8,  512,  64, "torch does the whole square for causal", 1.15, 1.9, quick=True),
-    *pair(1,  8, 2048,  64, "a language model's prompt", 1.15, 1.4),
-    *pair(1,  8, 2048, 128, "the usual head width of large models", 1.1, 1.4),
-    *pair(1,  8, 8192, 128, "long: the scores would need 2 GiB", 1.1, 1.15),
-    *pair(8, 12,  197,  64, "vision transformer, ViT-B/16: 197 is no multiple of anything", 1.4, 2.2),
-
-    *pair(1, 8,   17, 120, "the call is the cost", quick=True),
-    *pair(1, 8,   63,  40, "one less than a block, narrow heads"),
-    *pair(1, 8,  257,  80, "one more than a block"),
-    *pair(1, 8, 1000,  96, "head width of no power of two, ragged end"),
-    *pair(1, 8, 1000, 120, "head width of no vector's multiple"),
-    Attend(1, 8, 8,  63, 1000,  80, FULL,   "cross-attention: few queries, many keys", {}),
-    Attend(1, 8, 8, 1000,  63,  40, FULL,   "cross-attention: many queries, few keys", {}),
-    Attend(1, 8, 8, 257, 1000,  96, CAUSAL, "a further chunk of a prompt: torch needs a dense mask", {}),
-
-    Attend(1, 8, 8, 8192, 8192, 64, Mask(causal=True, window=256), "sliding window: 3 % of the square is useful",
-           {SDPA: 8.0}),
-    Attend(1, 8, 8, PACKED, PACKED, 64, Mask(documents=DOCUMENTS), "packed 17 to 1500 tokens; torch pads",
-           {SDPA: 1.5}),
-    Attend(1, 8, 8, PACKED, PACKED, 64, Mask(causal=True, documents=DOCUMENTS), "the same for a language model",
-           {SDPA: 1.5}),
-
-    Attend(1,  8, 8, 1, 4096, 128, FULL, "decode: reading keys and values is all there is to do", {SDPA: 0.97}),
-    Attend(1, 32, 8, 1, 4096, 128, FULL, "decode, grouped: read once, or once per head?", {SDPA: 3.5}, quick=True),
-
-    Layer(1,    4, 1024,  8, FULL,   "the running example: reading the weights is the cost", {NN: 1.8}, quick=True),
-    Layer(8,  197,  768, 12, FULL,   "ViT-B/16: projections are 80 % of it", dict.fromkeys(LAYER_PEERS, 1.05)),
-    Layer(1, 2048, 1024,  8, CAUSAL, "a language model's prompt", dict.fromkeys(LAYER_PEERS, 1.15)),
-
-    *lens(1, 8,  2048, 64, "where a peer that keeps the weights still fits"),
-    *lens(1, 8, 32768, 64, "all weights would need 34 GB", fits=False, named=True),
-
-    # kind    size     B    N    E   H   G     F  layers
-    Model("ViT",   "tiny",  1,  197, 192,  3,  3,  768, 12, "DeiT-tiny: an image at a time", quick=True),
-    Model("ViT",   "base",  1,  197, 768, 12, 12, 3072, 12, "ViT-B/16: the attention is a small part of it"),
-    Model("BERT",  "tiny",  8,  128, 128,  2,  2,  512,  2, "the smallest BERT: the calls are the cost"),
-    Model("BERT",  "base",  1,  512, 768, 12, 12, 3072, 12, "an encoder at its full length"),
-    Model("Llama", "tiny",  1,  256, 288,  6,  6,  768,  6, "the size of a story-teller"),
-    Model("Llama", "base",  1,  512, 768, 12,  4, 2048, 12, "grouped heads, causal"),
-    Model("Llama", "small", 1, 4096, 512,  8,  4, 1376,  4, "prefill of 4096 tokens"),
-    Model("ViT",   "tiny",  1,  197, 192,  3,  3,  768, 12, "attentions of every layer", attentions=True),
-    Model("BERT",  "base",  1,  512, 768, 12, 12, 3072, 12, "attentions of every layer", attentions=True),
-    Model("Llama", "small", 1, 1024, 512,  8,  4, 1376,  4, "half of them are hidden", attentions=True),
-]
-# fmt: on
-
-
-def select(patterns=(), quick=False, named=False):
-    """Cases whose name contains a pattern, or matches it as a glob; where no pattern is given, all but the `named`."""
-    chosen = [case for case in CASES if case.quick or not quick]
-    if patterns:
-        return [c for c in chosen if any(p in c.name or fnmatchcase(c.name, p) for p in patterns)]
-    return [case for case in chosen if named or not getattr(case, "named", False)]

@@ -1,10 +1,12 @@
-"""How fast this machine could go at best: the fp32 rate of a large matrix product, and the rate of reading memory."""
+"""How fast this machine could go at best: the rate of a large matrix product in each dtype, and of reading memory."""
 
 import math
 import time
 from dataclasses import dataclass
 
 import torch
+
+from multihead.bench.cases import DTYPES
 
 GEMM_SIZES = ((1024, 1024, 1024), (2048, 1024, 3072), (2048, 2048, 2048))
 MIB = 2**20
@@ -13,17 +15,19 @@ SMALLEST_READ = 16 * MIB  # bytes; below, the call costs more than the reading
 
 @dataclass(frozen=True)
 class Ceilings:
-    gemm: float  # useful flops a second
+    gemm: dict[str, float]  # useful flops a second, by dtype
     read: dict[int, float]  # bytes a second, by working set: caches make it differ
 
     def seconds(self, case):
         """The least time the case could take here, and which ceiling says so."""
-        compute, memory = case.flops / self.gemm, case.bytes / self.read[working_set(case)]
+        compute, memory = case.flops / self.gemm[case.dtype], case.bytes / self.read[working_set(case)]
         return (compute, "GEMM") if compute >= memory else (memory, "read")
 
     def best(self, other):
         """The higher of two measurements of each ceiling: noise only ever lowers them."""
-        return Ceilings(max(self.gemm, other.gemm), {n: max(rate, other.read[n]) for n, rate in self.read.items()})
+        gemm, read = ({n: max(rate, theirs[n]) for n, rate in mine.items()}
+                      for mine, theirs in ((self.gemm, other.gemm), (self.read, other.read)))  # fmt: skip
+        return Ceilings(gemm, read)
 
 
 def working_set(case):
@@ -33,14 +37,17 @@ def working_set(case):
 
 def measure_ceilings(cases, seconds=0.3):
     """`seconds` for each rate; the best repetition counts."""
-    return Ceilings(gemm_rate(seconds), {n: read_rate(n, seconds) for n in sorted({working_set(c) for c in cases})})
+    single = gemm_rate("fp32", seconds)
+    # Whoever is slow at half precision may convert: single precision is what can be had in any case.
+    gemm = {t: single if t == "fp32" else max(single, gemm_rate(t, seconds)) for t in sorted({c.dtype for c in cases})}
+    return Ceilings(gemm, {n: read_rate(n, seconds) for n in sorted({working_set(c) for c in cases})})
 
 
-def gemm_rate(seconds):
+def gemm_rate(dtype, seconds):
     rates = []
     with torch.inference_mode():
         for m, k, n in GEMM_SIZES:
-            a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+            a, b, out = (torch.randn(size).to(DTYPES[dtype]) for size in ((m, k), (k, n), (m, n)))
             rates.append(2 * m * k * n / _best(lambda: torch.mm(a, b, out=out), seconds / len(GEMM_SIZES)))  # noqa: B023
     return max(rates)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,31 +11,42 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import multihead
-from multihead.bench.cases import PEERS, select
+from multihead.bench.cases import DTYPES, PEERS
 from multihead.bench.ceilings import measure_ceilings
-from multihead.bench.machine import describe
+from multihead.bench.machine import describe, limit_onednn
 from multihead.bench.measure import FEWEST_BLOCKS
 from multihead.bench.report import Report, as_json, ceiling_lines, markdown, notes, table
 from multihead.bench.runner import run_case
+from multihead.bench.table import select
 from multihead.files import write_text
 
 SECONDS, QUICK_SECONDS = 15.0, 3.0
+SET_UP = 6.0  # seconds for each case beside its comparisons, about: the oracle, and processes to start
 
 
 def main(arguments=None):
     options = parse(arguments)
     console = Console()
     quick = not (options.full or options.case or options.list)
-    cases = select(options.case, quick, named=options.list)
+    dtypes = list(dict.fromkeys(options.dtype)) or (DTYPES if options.list else ["fp32"])
+    cases = select(options.case, quick, named=options.list, dtypes=dtypes)
     if not cases:
-        sys.exit(f"no case matches {' or '.join(options.case)}: --list names them all")
+        among = f" in {' or '.join(dtypes)}" if options.case else ""
+        sys.exit(f"no case matches {' or '.join(options.case)}{among}: --list names them all, --dtype chooses")
     if options.list:
         for case in cases:
             console.print(f"{case.name:<42} {case.why}", highlight=False, soft_wrap=True)
         return 0
+    if any(case.dtype != "fp32" for case in cases):
+        limit_onednn()
     torch.set_num_threads(options.threads)
+    seconds = options.seconds_per_case or (QUICK_SECONDS if quick else SECONDS)
+    minutes = len(cases) * (seconds + SET_UP) / 60
+    console.print(f"{len(cases)} cases, {seconds:g} s each: about {minutes:.0f} minutes", highlight=False)
+    began = time.perf_counter()
     with multihead.backend(options.backend) if options.backend else nullcontext():
-        report = run(cases, options, console, options.seconds_per_case or (QUICK_SECONDS if quick else SECONDS))
+        report = run(cases, options, console, seconds)
+    console.print(f"it took {(time.perf_counter() - began) / 60:.1f} minutes", highlight=False)
     console.print(*ceiling_lines(report.ceilings), sep="\n", highlight=False)
     console.print(table(report))
     for note in notes(report):
@@ -79,7 +91,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(
         prog="multihead bench",
         description="Time multihead side by side with its peers: results checked first, losses shown. "
-        "Keep the machine otherwise idle.",
+        "Keep the machine otherwise idle. It says how long it will take.",
     )
     add = parser.add_argument
     add("--full", action="store_true", help="every case, and more time for each; a short list unless given")
@@ -89,6 +101,13 @@ def parse(arguments):
         action="append",
         default=[],
         help="cases whose name contains or globs this; again for more",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        action="append",
+        default=[],
+        help="the cases in this dtype (default: fp32); again for more. The table is the same in each",
     )
     add("--list", action="store_true", help="name the cases and why each is there, and stop")
     add(

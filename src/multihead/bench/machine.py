@@ -2,7 +2,9 @@
 
 import os
 import platform
+import signal
 import subprocess
+import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +12,22 @@ from pathlib import Path
 import torch
 
 TOLD_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512", "avx_vnni", "amx", "asimd", "sve", "bf16")  # prefixes
-PACKAGES = ("multihead", "torch", "onnx", "onnxruntime", "openvino", "transformers", "numpy")
+PACKAGES = ("multihead", "torch", "onnx", "onnxruntime", "openvino", "transformers", "zentorch", "numpy")
+
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+
+
+def limit_onednn():
+    """Start again with oneDNN held to AVX-512 where its AMX kernels die: virtual machines hide what they ask for.
+
+    The limit counts only where it is set before torch is imported, so that this does not return then.
+    """
+    if LIMIT in os.environ or not any(flag.startswith("amx") for flag in cpu()[1]):
+        return
+    if subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True).returncode == -signal.SIGILL:
+        os.environ[LIMIT] = "AVX512_CORE_FP16"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def describe(threads, backend):
@@ -27,6 +44,7 @@ def describe(threads, backend):
         "load average at the start": load,
         "threads": str(threads),
         "backend": backend or "default",
+        LIMIT: os.environ.get(LIMIT, "not set"),
         "versions": ", ".join([f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in PACKAGES)]),
         "torch CPU capability": torch.backends.cpu.get_cpu_capability(),
     }

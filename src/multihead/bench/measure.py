@@ -52,17 +52,18 @@ class Local:
     detail: str = ""
     unpack: Callable[[Any], torch.Tensor] = lambda output: output
     rest: float = 0.0
+    mode: Callable[[], Any] = torch.inference_mode  # of the calls; of training, torch.enable_grad
 
     def seconds(self, calls):
         run = self.run
-        with torch.inference_mode():
+        with self.mode():
             start = time.perf_counter()
             for _ in range(calls):
                 run()
             return time.perf_counter() - start
 
     def result(self):
-        with torch.inference_mode():
+        with self.mode():
             return self.unpack(self.run())
 
     def close(self):

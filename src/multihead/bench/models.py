@@ -30,20 +30,43 @@ def build(case, seed=0):
     }
     if case.kind == "ViT":
         model = transformers.ViTModel(transformers.ViTConfig(**sizes))
-        return model.eval(), {"pixel_values": torch.randn(case.B, 3, 224, 224)}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": case.N}
+        return model.eval().to(case.type), {"pixel_values": torch.randn(case.B, 3, 224, 224).to(case.type)}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": case.N + case.cached}
     if case.kind == "BERT":
         model = transformers.BertModel(transformers.BertConfig(**sizes))
     else:
         model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_key_value_heads=case.G))
-    return model.eval(), {"input_ids": torch.randint(VOCABULARY, (case.B, case.N))}
+    inputs = {"input_ids": torch.randint(VOCABULARY, (case.B, case.N))}
+    if case.cached:
+        shape = (2, case.layers, case.B, case.G, case.cached, case.E // case.H)
+        inputs["past"] = torch.randn(shape).to(case.type)  # keys and values of each layer
+    return model.eval().to(case.type), inputs
 
 
 def contender(case, model, inputs, attention, name):
     """A copy of the model on the attention that transformers knows by that name."""
     model = copy.deepcopy(model)
     model.set_attn_implementation(attention)
-    return Local(name, lambda: model(**inputs, output_attentions=case.attentions), unpack=flat)
+    if not case.cached:
+        return Local(name, lambda: model(**inputs, output_attentions=case.attentions), unpack=flat)
+    cache = cache_of(inputs["past"])
+
+    def step():
+        output = model(input_ids=inputs["input_ids"], past_key_values=cache, use_cache=True)
+        cache.crop(-case.N)  # a view: the next call finds what this one found
+        return output
+
+    return Local(name, step, unpack=flat)
+
+
+def cache_of(past):
+    """The cache that transformers makes by itself, filled."""
+    import transformers
+
+    cache = transformers.DynamicCache()
+    for layer, (keys, values) in enumerate(zip(*past)):
+        cache.update(keys.clone(), values.clone(), layer)
+    return cache
 
 
 def flat(output):

@@ -1,7 +1,7 @@
 """What the right answer is, and how wrong a contender may be before it is not worth timing.
 
-The oracle is the plain implementation in float64; the same in float32 shows what rounding alone costs. A contender may
-be twice as far from the oracle as that, and one rounding of the largest value more.
+The oracle is the plain implementation in float64; the same in the case's dtype shows what rounding alone costs. A
+contender may be twice as far from the oracle as that, and one rounding of the largest value more.
 """
 
 import torch
@@ -35,6 +35,25 @@ def attend(q, k, v, mask, dtype):
                 weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
                 out[b, h, rows] = weights @ v[b, g, begin:end].to(dtype)
     return out
+
+
+def gradients(q, k, v, d_out, mask, dtype):
+    """Of q, k and v, one number after another, through plain attention in `dtype`, one query head at a time."""
+    (B, H, Q, D), (G, K) = q.shape, k.shape[1:3]
+    start, stop = mask.intervals(Q, K)
+    keys = torch.arange(K)
+    allowed = (keys >= start[:, None]) & (keys < stop[:, None])
+    found = [torch.zeros(t.shape, dtype=dtype) for t in (q, k, v)]
+    for b in range(B):
+        for h in range(H):
+            at = (b, h), (b, h // (H // G)), (b, h // (H // G))
+            head = [t[i].detach().to(dtype).requires_grad_() for t, i in zip((q, k, v), at)]
+            with torch.enable_grad():
+                scores = (head[0] @ head[1].T) * D**-0.5
+                out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ head[2]
+            for total, i, part in zip(found, at, torch.autograd.grad(out, head, d_out[b, h].to(dtype))):
+                total[i] += part
+    return torch.cat([t.flatten() for t in found])
 
 
 def lens(q, k, case, dtype):
@@ -81,7 +100,7 @@ def layer(x, weights, case, dtype):
 
 
 def bound_of(exact, plain):
-    """Largest error allowed, given the float64 result and the plain float32 one."""
+    """Largest error allowed, given the float64 result and the plain one in the dtype of the case."""
     rounding = torch.finfo(plain.dtype).eps * exact.abs().max().item()
     return 2 * (plain.double() - exact).abs().max().item() + rounding
 

@@ -18,16 +18,26 @@ def mask_of(mask):
     return documents & causal if causal else documents
 
 
-def attend(case, q, k, v):
+def attend(case, q, k, v, name=NAME):
     mask = mask_of(case.mask)
-    return Local(NAME, lambda: mh.attend(q, k, v, mask=mask), detail=mh.explain(q, k, v, mask=mask).backend)
+    return Local(name, lambda: mh.attend(q, k, v, mask=mask), detail=mh.explain(q, k, v, mask=mask).backend)
 
 
-def layer(case, x, weights):
-    module = mh.MultiHeadAttention(case.E, heads=case.H).eval()
+def training(case, q, k, v, d_out, name=NAME):
+    mask = mask_of(case.mask)
+
+    def run():
+        return torch.autograd.grad(mh.attend(q, k, v, mask=mask), (q, k, v), d_out)
+
+    detail = mh.explain(q, k, v, mask=mask).backend
+    return Local(name, run, detail=detail, unpack=flat, mode=torch.enable_grad)
+
+
+def layer(case, x, weights, name=NAME):
+    module = mh.MultiHeadAttention(case.E, heads=case.H).eval().to(x.dtype)
     module.load_state_dict({f"{name[2]}_proj.{_PARTS[name[0]]}": value for name, value in weights.items()})
     mask = mask_of(case.mask)
-    return Local(NAME, lambda: module(x, mask=mask))
+    return Local(name, lambda: module(x, mask=mask))
 
 
 def lens(case, q, k):

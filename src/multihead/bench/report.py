@@ -100,7 +100,8 @@ def notes(report):
 
 
 def ceiling_lines(ceilings):
-    yield f"fp32 GEMM: {ceilings.gemm / 1e9:.0f} GF/s"
+    for dtype, rate in ceilings.gemm.items():
+        yield f"{dtype} GEMM: {rate / 1e9:.0f} GF/s"
     for size, rate in ceilings.read.items():
         yield f"read, {size / 2**20:.0f} MiB: {rate / 1e9:.1f} GB/s"
 

@@ -1,7 +1,7 @@
 """A runtime in a process of its own: loads graphs, runs them, and times itself.
 
-Runtimes keep worker threads that spin after a call and slow whatever runs next in the same process. Nothing here
-imports torch, whose threads would join them.
+Runtimes keep worker threads that spin after a call and slow whatever runs next in the same process. Only zentorch's
+child imports torch, whose threads would join them.
 """
 
 import signal
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def serve(connection, runtime, threads):
-    """Answer ("load", model, x), ("result",) and ("time", calls) until closed: (True, answer) or (False, reason)."""
+    """Answer ("load", …), ("result",) and ("time", calls) until closed: (True, answer) or (False, reason)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     run = None
     while True:
@@ -26,6 +26,7 @@ def serve(connection, runtime, threads):
                 run, answer = LOADERS[runtime](*arguments, threads), None
             elif command == "result":
                 answer = run()
+                answer = answer if isinstance(answer, np.ndarray) else answer.float().numpy()
             else:
                 answer = seconds(run, *arguments)
         except Exception as error:
@@ -41,7 +42,7 @@ def seconds(run, calls):
     return time.perf_counter() - start
 
 
-def load_onnxruntime(model, x, threads):
+def load_onnxruntime(model, x, precision, threads):
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -51,14 +52,14 @@ def load_onnxruntime(model, x, threads):
     return lambda: session.run(["y"], {"x": x})[0]  # quicker here than I/O binding to a fresh array
 
 
-def load_openvino(model, x, threads):
+def load_openvino(model, x, precision, threads):
     import openvino
 
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "f32",  # without it, bfloat16 where the CPU has it
+        "INFERENCE_PRECISION_HINT": precision,  # without it, bfloat16 where the CPU has it
     }
     core = openvino.Core()
     request = core.compile_model(core.read_model(model), "CPU", settings).create_infer_request()
@@ -73,7 +74,37 @@ def load_openvino(model, x, threads):
     return run
 
 
-LOADERS = {"onnxruntime": load_onnxruntime, "openvino": load_openvino}
+def load_zentorch(kind, arrays, dtype, options, threads):
+    """`arrays`: the bits of tensors of that dtype, as integers or floats of the same size."""
+    import torch
+    import zentorch  # noqa: F401  brings its operators
+
+    torch.set_num_threads(threads)
+    t = {name: torch.from_numpy(array).view(getattr(torch, dtype)) for name, array in arrays.items()}
+    ops = torch.ops.zentorch
+    attend = ops.zentorch_sdpa
+
+    def attention():
+        return attend(t["q"], t["k"], t["v"], 0.0, options["causal"], attn_mask=t.get("mask"))[0]
+
+    def layer():
+        B, N, E = t["x"].shape
+        H = options["heads"]
+        qkv = ops.zentorch_linear_unary(t["x"].view(B * N, E), t["w_qkv"], t["b_qkv"])
+        q, k, v = qkv.view(B, N, 3, H, E // H).permute(2, 0, 3, 1, 4).unbind()
+        heads = attend(q, k, v, 0.0, options["causal"])[0]
+        return ops.zentorch_linear_unary(heads.transpose(1, 2).reshape(B * N, E), t["w_o"], t["b_o"]).view(B, N, E)
+
+    call = {"attend": attention, "layer": layer}[kind]
+
+    def run():
+        with torch.inference_mode():
+            return call()
+
+    return run
+
+
+LOADERS = {"zentorch": load_zentorch, "onnxruntime": load_onnxruntime, "openvino": load_openvino}
 
 if __name__ == "__main__":
     descriptor, runtime, threads = sys.argv[1:]

@@ -14,14 +14,14 @@ def packed(weights):
 
 def shipped(case, x, weights):
     """`nn.MultiheadAttention` as its documentation advises: evaluation, no weights asked for, causal said twice."""
-    module = torch.nn.MultiheadAttention(case.E, case.H, batch_first=True).eval()
+    module = torch.nn.MultiheadAttention(case.E, case.H, batch_first=True).eval().to(x.dtype)
     with torch.no_grad():
         for target, value in zip((module.in_proj_weight, module.in_proj_bias), packed(weights)):
             target.copy_(value)
         module.out_proj.weight.copy_(weights["w_o"])
         module.out_proj.bias.copy_(weights["b_o"])
     causal = case.mask.causal
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(case.N) if causal else None
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(case.N, dtype=x.dtype) if causal else None
     return Local(NN, lambda: module(x, x, x, need_weights=False, attn_mask=mask, is_causal=causal)[0])
 
 

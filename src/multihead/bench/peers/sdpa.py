@@ -6,8 +6,9 @@ Whatever can be made beforehand (a dense mask, a padded batch) is made beforehan
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from multihead.bench.cases import GROUPED, PER_DOCUMENT, SDPA
+from multihead.bench.cases import FLEX, GROUPED, PER_DOCUMENT, SDPA
 from multihead.bench.measure import Local
+from multihead.bench.ours import flat
 
 
 def plain(case, q, k, v):
@@ -19,11 +20,16 @@ def plain(case, q, k, v):
         return Local(SDPA, lambda: sdpa(q, k, v, enable_gqa=grouped))
     if case.Q == case.K and case.mask.window is None:
         return Local(SDPA, lambda: sdpa(q, k, v, is_causal=True, enable_gqa=grouped))
+    bias = dense(case)
+    return Local(SDPA, lambda: sdpa(q, k, v, attn_mask=bias, enable_gqa=grouped), "dense mask")
+
+
+def dense(case):
+    """(Q,K) in the case's dtype: a bool mask would be turned into this in every call."""
     start, stop = case.mask.intervals(case.Q, case.K)
     keys = torch.arange(case.K)
     hidden = (keys < start[:, None]) | (keys >= stop[:, None])
-    bias = torch.zeros(case.Q, case.K).masked_fill(hidden, -torch.inf)  # a bool mask would be turned into this per call
-    return Local(SDPA, lambda: sdpa(q, k, v, attn_mask=bias, enable_gqa=grouped), "dense mask")
+    return torch.zeros(case.Q, case.K, dtype=case.type).masked_fill(hidden, -torch.inf)
 
 
 def padded(case, q, k, v):
@@ -42,7 +48,7 @@ def padded(case, q, k, v):
     if case.mask.causal:  # padding lies behind every real query, so nothing else needs hiding
         return Local(SDPA, lambda: sdpa(q, k, v, is_causal=True), detail, unpack)
     hidden = torch.arange(longest) >= torch.tensor(lengths)[:, None]
-    bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
+    bias = torch.zeros(hidden.shape, dtype=case.type).masked_fill(hidden, -torch.inf)[:, None, None]
     return Local(SDPA, lambda: sdpa(q, k, v, attn_mask=bias), detail, unpack)
 
 
@@ -57,10 +63,32 @@ def per_document(case, q, k, v):
     return Local(PER_DOCUMENT, run, unpack=lambda outputs: torch.cat(outputs, dim=2))
 
 
+def training(case, q, k, v, d_out):
+    causal, grouped = case.mask.causal, case.G < case.H
+
+    def run():
+        return torch.autograd.grad(sdpa(q, k, v, is_causal=causal, enable_gqa=grouped), (q, k, v), d_out)
+
+    return Local(SDPA, run, unpack=flat, mode=torch.enable_grad)
+
+
 def group_as_queries(case, q, k, v):
     """One query a head: the heads of a group can pose as queries of one head, so that keys are read once."""
     shape = (case.B, case.G, case.H // case.G, case.D)
     return Local(GROUPED, lambda: sdpa(q.view(shape), k, v).view(q.shape))
 
 
-BUILDERS = {SDPA: plain, PER_DOCUMENT: per_document, GROUPED: group_as_queries}
+def flex(case, q, k, v):
+    """FlexAttention, compiled for this case; its block mask is made beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    start, stop = case.mask.intervals(case.Q, case.K)
+    blocks = create_block_mask(
+        lambda b, h, query, key: (key >= start[query]) & (key < stop[query]), None, None, case.Q, case.K, device="cpu"
+    )
+    torch.compiler.reset()  # it stops compiling after a few sizes
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return Local(FLEX, lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=case.G < case.H), "compiled")
+
+
+BUILDERS = {SDPA: plain, PER_DOCUMENT: per_document, GROUPED: group_as_queries, FLEX: flex}

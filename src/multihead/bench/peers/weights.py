@@ -11,7 +11,7 @@ def materialised(case, q, k):
     start, stop = case.mask.intervals(case.N, case.N)
     keys = torch.arange(case.N)
     hidden = (keys < start[:, None]) | (keys >= stop[:, None])
-    bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+    bias = torch.zeros(hidden.shape, dtype=case.type).masked_fill(hidden, -torch.inf)
 
     def run():
         w = torch.softmax(torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=case.D**-0.5), -1)
