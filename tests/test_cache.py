@@ -289,7 +289,7 @@ BAD = [
     (lambda a: a.new_cache(capacity=4, context=drawn(2, E)), ValueError, "never grows"),
     (lambda a: a(drawn(1, 2, E), cache=a.new_cache(batch=2)), ValueError, "the cache was made for B=2"),
     (lambda a: a(drawn(1, 2, E), cache=a_layer(head_dim=6).new_cache()), ValueError, "head width 6"),
-    (lambda a: a(drawn(1, 2, E), cache=a.new_cache(dtype=torch.float32)), ValueError, "holds torch.float32"),
+    (lambda a: a(drawn(1, 2, E), cache=a.new_cache(device="meta")), ValueError, "holds torch.float64 on meta"),
     (lambda a: a(drawn(1, 2, E), drawn(1, 3, E), cache=a.new_cache()), ValueError, r"new_cache\(context=…\)"),
     (
         lambda a: a(drawn(1, 2, E), drawn(1, 3, E), cache=a.new_cache(context=drawn(3, E))),

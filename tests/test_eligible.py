@@ -305,6 +305,12 @@ class TestAskedOnce:
             assert asked == ["layer"]
             asked.clear()
             turned(x)
+            assert asked == ["layer"]
+            asked.clear()
+            turned(x, cache=turned.new_cache())
+            assert asked == ["layer"]
+            asked.clear()
+            turned(x, bias=torch.zeros(5, 5))
             assert asked == ["projection"] * 3 + ["attend", "projection"]
             asked.clear()
         qkv = [given()[name] for name in "qkv"]

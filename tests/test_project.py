@@ -106,14 +106,14 @@ def test_what_is_not_plain_is_left_to_torch() -> None:
 
 
 class TestWhoUsesIt:
-    def test_a_layer_with_rope_and_with_a_cache(self, calls: list[int]) -> None:
+    def test_a_layer_with_a_bias_and_a_cache(self, calls: list[int]) -> None:
         torch.manual_seed(0)
         layer, x = mh.MultiHeadAttention(24, 6, rope=True, kv_heads=2).eval(), torch.randn(2, 20, 24)
         with torch.no_grad():
-            whole = layer(x, mask=mh.Causal())
+            whole = layer(x, mask=mh.Causal(), bias=torch.zeros(20, 20))
             assert len(calls) == 4
-            cache = layer.new_cache(batch=2)
-            tokens = [layer(t, mask=mh.Causal(), cache=cache) for t in x.split(1, dim=1)]
+            cache, nothing = layer.new_cache(batch=2), torch.zeros(1, 1)
+            tokens = [layer(t, mask=mh.Causal(), bias=nothing, cache=cache) for t in x.split(1, dim=1)]
             assert len(calls) == 4 + 20 * 4
             with mh.backend("reference"):
                 plain = layer(x, mask=mh.Causal())

@@ -20,6 +20,44 @@ struct Linear {
   Type type = Type::f32;    // of weight and bias
 };
 
+// RoPE by the cosines and sines of its angles: rows of `pairs` floats, for each token of (B, N) or by its position.
+struct Rotation {
+  const float *cos = nullptr, *sin = nullptr;  // null: none
+  index pairs = 0;                             // of the first 2 * pairs numbers of a head; the others stay
+  bool interleaved = false;                    // numbers 2p and 2p + 1 are a pair, instead of p and p + pairs
+  index row = 0;                               // numbers from one row to the next
+  index batch = 0, token = 0;                  // rows from one batch row, or token, to the next, where no position says
+  const std::int64_t* positions = nullptr;     // the row of each token, or of the first token of each batch row
+  index positions_batch = 0, positions_token = 0;
+  index first = 0;  // the row of the first token of all
+
+  index offset(index b, index n) const {
+    const index at = positions ? positions[b * positions_batch + n * positions_token] : 0;
+    return (at + first + b * batch + n * token) * row;
+  }
+};
+
+// RMS norm of each head: x / sqrt(mean(x^2) + eps) * weight.
+struct Norm {
+  bool wanted = false;
+  const float* weight = nullptr;  // (width,) or null
+  double eps = 0;
+};
+
+// Heads of q, k or v, (B, heads, N, width), between their projection and attention: normed, turned, and put where
+// attention reads them. Token n of batch row b becomes row n + first of `to`.
+struct Heads {
+  View from, to;  // may be the same
+  Type from_type = Type::f32, to_type = Type::f32;
+  index heads = 0, N = 0, width = 0;
+  Norm norm;
+  Rotation rotation;
+  index first = 0;
+  const std::int64_t* firsts = nullptr;  // (B,), added to `first`; or null
+  const std::int64_t* real = nullptr;    // (B,): tokens of batch row b from here on are left out; or null
+  View scales;  // (B, heads, rows) floats, where `to` is of i8: a row is its numbers times its scale
+};
+
 // Filled by name: see kernel/kernels.inl.
 struct Kernels {
   index lanes = 0;                      // query rows side by side in vectors
@@ -37,6 +75,9 @@ struct Kernels {
   void (*look_map)(const Recompute&, const Task&, void* scratch);  // a task's rows are bins of queries
   index (*received_scratch)(const Recompute&);
   void (*received)(const Recompute&, const Task&, void* scratch);
+  // Tokens [from, to), of which b * N + n is token n of batch row b. Scratch for `width` floats; not in the table of
+  // f64.
+  void (*prepare_heads)(const Heads&, index from, index to, void* scratch);
   // Outputs [first, last) of a few rows, whose y lie one behind the other in one head, or of `lanes` rows from `row`
   // on. `packed`: the call before, in the same scratch, was of the same rows of x.
   index (*linear_few_scratch)(const Linear&);

@@ -16,9 +16,9 @@ struct Sizes {
   index rows() const { return group() * Q; }  // query rows that share the keys and values of one head
 };
 
-enum class Type { f32, f64, bf16, f16 };
+enum class Type { f32, f64, bf16, f16, i8 };
 
-inline index bytes(Type type) { return type == Type::f64 ? 8 : type == Type::f32 ? 4 : 2; }
+inline index bytes(Type type) { return type == Type::f64 ? 8 : type == Type::f32 ? 4 : type == Type::i8 ? 1 : 2; }
 
 // (B, heads, rows, width) with a contiguous last axis; strides count elements and may be 0 or negative.
 struct View {
@@ -62,8 +62,10 @@ struct Statistics {
 
 struct Plan {
   Sizes sizes;
-  Type type = Type::f32;
+  Type type = Type::f32;     // of q and out
+  Type kv_type = Type::f32;  // of k and v: the same, but where a cache holds them in fewer bits
   View q, k, v, out;
+  View k_scales, v_scales;      // (B,G,K) floats, where kv_type is i8: what a row of k or v is to be multiplied by
   void* lse = nullptr;          // (B,H,Q) contiguous; double for f64, else float
   void* state = nullptr;        // (B,H,Q,2) contiguous: what the backward pass needs, see Ending
   const void* given = nullptr;  // a state that is known already, of these queries over more keys maybe; V is 0 then

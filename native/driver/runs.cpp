@@ -64,7 +64,7 @@ class Attention {
     const Tensor &q = the.needed("q"), &k = the.needed("k"), &v = the.needed("v");
     sizes = {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]};
     plan.sizes = sizes;
-    plan.type = q.number();
+    plan.type = plan.kv_type = q.number();
     plan.q = view_of(q), plan.k = view_of(k), plan.v = view_of(v);
     see(the, plan);
     wide = q.type == "f64" ? "f64" : "f32";
@@ -159,9 +159,15 @@ class Attention {
   }
 
   void look_at(const std::string& name, const std::vector<index>& shape) {
+<<<<<<< HEAD
     Recompute recompute;
     recompute.plan = scores();
     recompute.plan.given = state();
+=======
+    Recompute looking;
+    looking.plan = scores();
+    looking.plan.given = state();
+>>>>>>> f31599d (The layer with RoPE, QK-norm and cache is one native call in inference, over caches of float32, bfloat16 or int8, and threads that come late are not waited for: a token should cost what its memory traffic costs)
     void* to = into(name, wide, shape);
     if (name == "weights") {
       std::memset(to, 0, results.at(name).bytes());
@@ -190,9 +196,9 @@ Results run_layer_of(const Case& the, const Isa& isa, int threads) {
   s.B = x.shape[0], s.Q = x.shape[1], s.K = context.shape[1];
   s.D = static_cast<index>(the.number("D", 0)), s.V = static_cast<index>(the.number("V", 0));
   s.H = the.needed("w_q").shape[0] / s.D, s.G = the.needed("w_k").shape[0] / s.D;
-  layer.plan.type = x.number();
+  layer.plan.type = layer.plan.kv_type = x.number();
   see(the, layer.plan);
-  layer.E = x.shape[2], layer.C = context.shape[2];
+  layer.E = layer.outputs = x.shape[2], layer.C = context.shape[2], layer.N = s.K;
   layer.x = x.memory.data(), layer.x_row = layer.E, layer.x_batch = s.Q * layer.E;
   layer.context = context.memory.data(), layer.context_row = layer.C, layer.context_batch = s.K * layer.C;
   layer.q = projection_of(the, "q"), layer.k = projection_of(the, "k");

@@ -56,7 +56,6 @@ struct Bf16Pairs {
   using Number = Half;
   using Kept = Half;
   static constexpr int step = 2 * A::W, together = 2;
-  static constexpr bool widens = false;
 
   static Vector load(const Number* p) { return (Vector)_mm512_loadu_si512(p); }
   static Vector load_some(const Number* p, int n) { return (Vector)_mm512_maskz_loadu_epi16((1u << n) - 1u, p); }

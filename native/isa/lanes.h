@@ -66,6 +66,13 @@ struct Lanes {
     for (int i = 0; i < W; ++i) found |= mask[i];
     return found != 0;
   }
+  // W whole numbers of a byte.
+  static F from_i8(const std::int8_t* p) {
+    typedef std::int8_t Bytes __attribute__((vector_size(Width)));
+    Bytes x;
+    std::memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, I), F);
+  }
   // W half-precision numbers, widened.
   static F from_bf16(const std::uint16_t* p) {
     typedef std::uint16_t Halves __attribute__((vector_size(Width * 2)));

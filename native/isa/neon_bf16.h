@@ -56,7 +56,6 @@ struct NeonPairs {
   using Number = Half;
   using Kept = Half;
   static constexpr int step = 2 * A::W, together = 2;
-  static constexpr bool widens = false;
 
   static Vector load(const Number* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
   static Vector load_some(const Number* p, int n) {

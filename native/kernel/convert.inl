@@ -55,6 +55,9 @@ void widen(const void* source, Type type, index n, T* to) {
   } else if (type == Type::f16) {
     const auto* from = static_cast<const std::uint16_t*>(source);
     for (index i = 0; i < n; ++i) to[i] = from_f16(from[i]);
+  } else if (type == Type::i8) {
+    const auto* from = static_cast<const std::int8_t*>(source);
+    for (index i = 0; i < n; ++i) to[i] = from[i];
   } else if (n) {  // a statistics pass has no values, and no address of them
     std::memcpy(to, source, n * sizeof(T));
   }

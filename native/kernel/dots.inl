@@ -23,6 +23,7 @@ inline __attribute__((always_inline)) void dots(const typename Reader::Number* c
   using A = typename Reader::A;
   using F = typename A::F;
   constexpr int W = A::W, groups = (N * R + W - 1) / W;
+  constexpr index near = 64 / static_cast<index>(sizeof(typename Reader::Number)), line = Reader::step;
   F sum[groups][W];
 #pragma GCC unroll 16
   for (int i = 0; i < groups * W; ++i) sum[i / W][i % W] = F{};
@@ -32,7 +33,7 @@ inline __attribute__((always_inline)) void dots(const typename Reader::Number* c
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
       left[i] = Reader::load(from[i] + d);
-      prefetch(ahead.from + d * ahead.along + i * ahead.across);
+      if (line >= near || d % near == 0) prefetch(ahead.from + d * ahead.along + i * ahead.across);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {

@@ -83,7 +83,7 @@ class Few {
       if (start < stop) first = start < first ? start : first, last = stop > last ? stop : last;
       Kept* lanes = q + r * padded(s.D);
       const void* from = row_of(plan.q, plan.type, task.b, h, query);
-      if constexpr (Reader::widens)
+      if constexpr (sizeof(Kept) == sizeof(T))
         widen(from, plan.type, s.D, lanes);
       else if (s.D)
         std::memcpy(lanes, from, sizeof(Kept) * static_cast<std::size_t>(s.D));
@@ -96,12 +96,14 @@ class Few {
     for (index tile = first / tile_keys * tile_keys; tile < last; tile += tile_keys) {
       const index from = tile > first ? tile : first, to = tile + tile_keys < last ? tile + tile_keys : last;
       const index k_stride = plan.k.row, v_stride = plan.v.row;
-      const auto* k = reinterpret_cast<const Number*>(row_of(plan.k, plan.type, task.b, task.g, from));
-      const auto* v = reinterpret_cast<const Number*>(row_of(plan.v, plan.type, task.b, task.g, from));
+      const auto* k = reinterpret_cast<const Number*>(row_of(plan.k, plan.kv_type, task.b, task.g, from));
+      const auto* v = reinterpret_cast<const Number*>(row_of(plan.v, plan.kv_type, task.b, task.g, from));
       score<R>(k, k_stride, v, v_stride, to - from);
       T decay[R];
       bool hidden = false;
+      if constexpr (sizeof(Number) == 1) scale_scores(R, from, to - from);
       for (int r = 0; r < R; ++r) hidden |= weigh(row[r], scores + r * line, from, to - from, decay[r]);
+      if constexpr (sizeof(Number) == 1) scale_weights(R, from, to - from);
       if constexpr (Reader::together > 1)
         for (int r = 0; r < R; ++r) Reader::keep(scores + r * line, (to - from + W - 1) / W * W, weights + r * line);
       const bool poisoned = hidden && !all_finite<Reader>(v, v_stride, plan.sizes.V, to - from);
@@ -132,6 +134,37 @@ class Few {
       dots<Reader, at_once, R>(from, q, step, plan.sizes.D, {v + key * v_stride, 1, v_stride}, sums);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) std::memcpy(scores + r * line + key, sums + r * at_once, sizeof(T) * at_once);
+    }
+  }
+
+  const T* scales_of(const View& view, index key, T (&copy)[tile_keys + W], index keys) const {
+    const auto* from = static_cast<const T*>(view.data) + task.b * view.batch + task.g * view.head + key * view.row;
+    for (index i = 0; i < keys; ++i) copy[i] = from[i * view.row];
+    for (index i = keys; i < (keys + W - 1) / W * W; ++i) copy[i] = 0;
+    return copy;
+  }
+
+  // Keys of a byte have their scale in the score.
+  void scale_scores(int rows, index key, index keys) {
+    T copy[tile_keys + W];
+    const T* scales = scales_of(plan.k_scales, key, copy, keys);
+    for (int r = 0; r < rows; ++r)
+      for (index i = 0; i < keys; i += W)
+        A::store(scores + r * line + i, A::load(scores + r * line + i) * A::load(scales + i));
+  }
+
+  // Values of a byte have it in the weight. Where one is not finite, those that do not see its key keep their 0.
+  void scale_weights(int rows, index key, index keys) {
+    T copy[tile_keys + W];
+    const T* scales = scales_of(plan.v_scales, key, copy, keys);
+    bool finite = true;
+    for (index i = 0; i < keys; ++i) finite &= scales[i] - scales[i] == 0;
+    for (int r = 0; r < rows; ++r) {
+      for (index i = 0; i < keys; ++i)
+        if (!finite && !seen(row[r], key + i)) copy[i] = 0;
+      for (index i = 0; i < keys; i += W)
+        A::store(scores + r * line + i, A::load(scores + r * line + i) * A::load(scales + i));
+      if (!finite) scales_of(plan.v_scales, key, copy, keys);
     }
   }
 
@@ -292,12 +325,13 @@ class Few {
   }
 };
 
-// Few, by the type of the tensors.
+// Few, by the type of keys and values.
 template <class A>
 void attend_few(const Plan& plan, const Task& task, void* scratch) {
   if constexpr (sizeof(typename A::T) == 4) {
-    if (plan.type == Type::bf16) return Few<HalfReader<A, Type::bf16>>::run(plan, task, scratch);
-    if (plan.type == Type::f16) return Few<HalfReader<A, Type::f16>>::run(plan, task, scratch);
+    if (plan.kv_type == Type::bf16) return Few<HalfReader<A, Type::bf16>>::run(plan, task, scratch);
+    if (plan.kv_type == Type::f16) return Few<HalfReader<A, Type::f16>>::run(plan, task, scratch);
+    if (plan.kv_type == Type::i8) return Few<ByteReader<A>>::run(plan, task, scratch);
   }
   Few<OwnReader<A>>::run(plan, task, scratch);
 }

@@ -43,8 +43,12 @@ class OwnOperands {
   // The keys and values [from, to) of the task's head; `may_copy`: there are rows enough to pay for a copy.
   void read(const Task& task, index from, index to, bool may_copy) {
     first = from;
-    k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
-    v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, may_copy);
+    k = rows_of(plan.k, plan.kv_type, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
+    v = rows_of(plan.v, plan.kv_type, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, may_copy);
+    if (plan.kv_type == Type::i8) {
+      scale_rows(plan.k_scales, task, from, to - from, plan.sizes.D, k_copy);
+      scale_rows(plan.v_scales, task, from, to - from, plan.sizes.V, v_copy);
+    }
   }
 
   const Item* keys(index key) const { return k + (key - first) * k_stride; }
@@ -73,6 +77,12 @@ class OwnOperands {
   T *k_copy, *v_copy;
   const T *k, *v;
   index first, k_stride, v_stride;
+
+  static void scale_rows(const View& scales, const Task& task, index from, index count, index width, T* rows) {
+    const auto* by = static_cast<const float*>(scales.data) + task.b * scales.batch + task.g * scales.head;
+    for (index i = 0; i < count; ++i)
+      for (index j = 0; j < width; ++j) rows[i * width + j] *= by[(from + i) * scales.row];
+  }
 
   const T* values(index key) const { return v + (key - first) * v_stride; }
 };

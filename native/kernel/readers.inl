@@ -17,9 +17,8 @@ struct OwnReader {
   using Number = typename A::T;  // what lies in memory
   using Kept = typename A::T;    // what is kept in scratch: rows, and weights
   using Vector = F;
-  static constexpr int step = A::W;      // numbers of a row in a vector
-  static constexpr int together = 1;     // values of so many keys in a vector
-  static constexpr bool widens = false;  // what is kept is wider than what lies in memory
+  static constexpr int step = A::W;   // numbers of a row in a vector
+  static constexpr int together = 1;  // values of so many keys in a vector
 
   static Vector load(const Number* p) { return A::load(p); }
   static Vector load_some(const Number* p, int n) { return A::load_some(p, n); }
@@ -41,7 +40,6 @@ struct HalfReader {
   using Kept = typename A::T;
   using Vector = F;
   static constexpr int step = A::W, together = 1;
-  static constexpr bool widens = true;
 
   static Vector load(const Number* p) {
     if constexpr (type == Type::bf16)
@@ -64,6 +62,31 @@ struct HalfReader {
     return (x & exponent) == exponent;
   }
   static float number(Number x) { return type == Type::bf16 ? multihead::from_bf16(x) : multihead::from_f16(x); }
+};
+
+// Whole numbers of a byte: rows whose scale is applied to scores and weights instead.
+template <class Arch>
+struct ByteReader {
+  using A = Arch;
+  using F = typename A::F;
+  using Number = std::int8_t;
+  using Kept = typename A::T;
+  using Vector = F;
+  static constexpr int step = A::W, together = 1;
+
+  static Vector load(const Number* p) { return A::from_i8(p); }
+  static Vector load_some(const Number* p, int n) {
+    Number some[A::W] = {};
+    for (int i = 0; i < n; ++i) some[i] = p[i];
+    return load(some);
+  }
+  static Vector load_kept(const Kept* p) { return A::load(p); }
+  static F multiply_add(Vector x, Vector y, F sum) { return A::fma(x, y, sum); }
+
+  static Vector values(const Number* p, index, bool, int n) { return n == A::W ? load(p) : load_some(p, n); }
+  static Vector weight(const Kept* p) { return A::all(*p); }
+  static bool special(Number) { return false; }
+  static typename A::T number(Number x) { return x; }
 };
 
 // Whether `count` rows are finite.

@@ -49,18 +49,24 @@ constexpr index far_apart = 2048;
 // Rows [from, from + count) of a head's keys or values as T: as they lie, or copied where they are of another type, or,
 // if they `may_copy`, where a long row stride would put them all into few cache sets.
 template <class T>
-const T* rows_of(const View& view, const Plan& plan, index b, index head, index width, index from, index count, T* copy,
+const T* rows_of(const View& view, Type type, index b, index head, index width, index from, index count, T* copy,
                  index& stride, bool may_copy) {
-  const char* at = row_of(view, plan.type, b, head, from);
-  const index step = view.row * bytes(plan.type);
+  const char* at = row_of(view, type, b, head, from);
+  const index step = view.row * bytes(type);
   may_copy = may_copy && width * static_cast<index>(sizeof(T)) < step && (step >= far_apart || step <= -far_apart);
-  if (stored_as<T>(plan.type) && !may_copy) {
+  if (stored_as<T>(type) && !may_copy) {
     stride = view.row;
     return reinterpret_cast<const T*>(at);
   }
   stride = width;
-  for (index i = 0; i < count; ++i) widen(at + i * step, plan.type, width, copy + i * width);
+  for (index i = 0; i < count; ++i) widen(at + i * step, type, width, copy + i * width);
   return copy;
+}
+
+template <class T>
+const T* rows_of(const View& view, const Plan& plan, index b, index head, index width, index from, index count, T* copy,
+                 index& stride, bool may_copy) {
+  return rows_of(view, plan.type, b, head, width, from, count, copy, stride, may_copy);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "core/dispatch.h"
 #include "core/features.h"
+#include "core/threads.h"
 #include "python/calls.h"
 #include "python/watchers.h"
 
@@ -41,6 +42,13 @@ NB_MODULE(_native, module) {
   module.def(
       "instruction_set", [](const std::string& name) { return std::string(choose(name).name); }, nb::arg("name") = "",
       "The build that runs: the one named, or MULTIHEAD_ISA's, or the best.");
+  module.def(
+      "patience",
+      [] {
+        const Patience p = patience();
+        return nb::make_tuple(p.adapts, p.alone, p.retreats);
+      },
+      "Whether threads that come late are given up, whether they are now, and how often they were.");
   module.attr("most_weighed_keys") = most_weighed_keys;
   module.def("remember_torch", remember_torch, nb::arg("in_c") = true,
              "Read torch's tensors by its C functions, or by their attributes.");
@@ -73,6 +81,32 @@ NB_MODULE(_native, module) {
             return nb::make_tuple(s.B, s.H, s.Q, s.K);
           },
           "B, H, Q, K")
+      .def_prop_ro("outputs", [](const LayerCall& call) { return call.layer.outputs; })
+      .def(
+          "rotate",
+          [](LayerCall& call, nb::handle cos, nb::handle sin, nb::handle positions, bool counted, bool interleaved,
+             multihead::index pairs, bool queries,
+             bool keys) { return rotate(call, {cos, sin, positions, counted, interleaved, pairs}, queries, keys); },
+          nb::arg("cos"), nb::arg("sin"), nb::arg("positions").none() = nb::none(), nb::kw_only(),
+          nb::arg("counted") = false, nb::arg("interleaved") = false, nb::arg("pairs") = -1, nb::arg("queries") = true,
+          nb::arg("keys") = true,
+          "RoPE, by the cosines and sines of its angles: a table (rows, pairs), of which `positions` says each token's "
+          "row: a number for the first token of every batch row, tokens counted on; with `counted` a tensor (B,), the "
+          "same for each batch row; else a tensor that broadcasts to (B,N). Without positions a row for each token: "
+          "(N,pairs), (1,N,pairs) or (B,N,pairs). `pairs`: use only so many numbers of each row.")
+      .def(
+          "join",
+          [](LayerCall& call, nb::handle k, nb::handle v, nb::handle first, multihead::index K, nb::handle real,
+             nb::handle k_scales,
+             nb::handle v_scales) { return join(call, {k, v, k_scales, v_scales}, first, K, real); },
+          nb::arg("k"), nb::arg("v"), nb::arg("first"), nb::arg("K"), nb::arg("real").none() = nb::none(),
+          nb::arg("k_scales").none() = nb::none(), nb::arg("v_scales").none() = nb::none(),
+          "Keys and values of this call join the cache k (B,G,room,D), v (B,G,room,V) behind its first `first` tokens, "
+          "a number or one for each batch row (B,), `real` (B,) of them; the first K are visible then. Of int8 a row "
+          "is "
+          "its numbers times its scale, (B,G,room,1) float32.")
+      .def("recall", recall, nb::arg("k"), nb::arg("v"), nb::arg("K"),
+           "The keys and values to be attended to, of which no new ones are made.")
       .def("see", [](LayerCall& call, nb::handle visible) { return see(call.layer.plan, call.kept, visible); })
       .def("run", run_whole_layer, nb::arg("y"), nb::arg("threads"), nb::arg("isa") = "");
   nb::class_<LinearCall>(module, "Linear", "A product with the weights of an nn.Linear, read and kept alive.")
@@ -87,7 +121,9 @@ NB_MODULE(_native, module) {
   module.def("watched", watched, nb::arg("modules") = false,
              "Who would notice that a call leaves torch: (reason, dispatched), or None.");
   module.def("layer", read_layer, nb::arg("layer"), nb::arg("x").none(), nb::arg("context").none(),
-             nb::arg("gradients") = false, "A Layer, or (reason, dispatched).");
+             nb::arg("gradients") = false, nb::arg("recalls") = false, "A Layer, or (reason, dispatched).");
+  module.def("parts", read_parts, nb::arg("parts"), nb::arg("x").none(), nb::arg("context").none() = nb::none(),
+             nb::arg("gradients") = false, "The Layer of any four projections, or (reason, dispatched).");
   module.def("linear", read_linear, nb::arg("x").none(), nb::arg("weight").none(), nb::arg("bias").none(),
              nb::arg("gradients") = false, "A Linear, or (reason, dispatched).");
   module.def("projection", read_projection, nb::arg("module").none(), nb::arg("x").none(), nb::arg("gradients") = false,

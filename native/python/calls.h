@@ -20,7 +20,22 @@ struct AttentionCall {
 // The whole layer.
 struct LayerCall {
   Layer layer;
+  bool gradients = false;
+  std::vector<std::int64_t> q_positions, k_positions, firsts,
+      real;  // what the layer's pointers of these names point to
   std::vector<nanobind::object> kept;
+};
+
+// A cache's memory; scales are None but for int8.
+struct Buffers {
+  nanobind::handle k, v, k_scales, v_scales;
+};
+
+// Cosines and sines of RoPE's angles, see `Layer.rotate` in bindings.cpp.
+struct Angles {
+  nanobind::handle cos, sin, positions;
+  bool counted, interleaved;
+  index pairs;
 };
 
 // A product with the weights of an nn.Linear.
@@ -40,8 +55,19 @@ nanobind::object read_attention(nanobind::handle call, bool gradients);
 // gives what `see` takes.
 nanobind::object attend_now(const nanobind::tuple& call, nanobind::handle mask, const nanobind::callable& lower);
 
-// `layer` is a MultiHeadAttention; `context` may be None. H and G are what the projections put out.
-nanobind::object read_layer(nanobind::handle layer, nanobind::handle x, nanobind::handle context, bool gradients);
+// `layer` is a MultiHeadAttention; `context` may be None. H and G are what the projections put out. `recalls`: keys and
+// values are not made here, but told by `recall`.
+nanobind::object read_layer(nanobind::handle layer, nanobind::handle x, nanobind::handle context, bool gradients,
+                            bool recalls);
+
+// The same of any layer: `parts` has q, k, v and o, each an nn.Linear or (weight, bias), q_norm and k_norm, each None
+// or (weight, eps), D, V, scale, softcap and sinks.
+nanobind::object read_parts(nanobind::handle parts, nanobind::handle x, nanobind::handle context, bool gradients);
+
+// What a layer's call does besides: each gives None, or (reason, dispatched). K is how many keys are visible then.
+nanobind::object rotate(LayerCall& call, const Angles& angles, bool queries, bool keys);
+nanobind::object join(LayerCall& call, const Buffers& cache, nanobind::handle first, index K, nanobind::handle real);
+nanobind::object recall(LayerCall& call, nanobind::handle k, nanobind::handle v, index K);
 
 // x (..., inputs) of two or three axes.
 nanobind::object read_linear(nanobind::handle x, nanobind::handle weight, nanobind::handle bias, bool gradients);

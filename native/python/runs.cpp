@@ -149,9 +149,14 @@ void run_whole_layer(LayerCall& call, nb::handle y, int threads, const std::stri
   Reader reader(false, true);
   Tensor t;
   if (!reader.tensor(y, "y", t)) refuse(reader.reason.says);
-  if (t.number != static_cast<Number>(layer.plan.type) || t.count() != s.B * s.Q * layer.E || !t.contiguous_from(0))
+  if (t.number != static_cast<Number>(layer.plan.type) || t.count() != s.B * s.Q * layer.outputs ||
+      !t.contiguous_from(0))
     refuse("y is not of the shape, dtype or layout that is expected");
+  if (s.K < 1) refuse("the keys and values of the call are missing");
   layer.y = t.data;
+  const auto numbers = [](const std::vector<std::int64_t>& of) { return of.empty() ? nullptr : of.data(); };
+  layer.q_rotation.positions = numbers(call.q_positions), layer.k_rotation.positions = numbers(call.k_positions);
+  layer.store.firsts = numbers(call.firsts), layer.store.real = numbers(call.real);
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   run_layer(layer, chosen, threads);

@@ -32,8 +32,8 @@ PyObject* attribute_of(PyTypeObject* of, const char* text) {
   return nb::object(nb::handle(reinterpret_cast<PyObject*>(of)).attr(text)).release().ptr();
 }
 
-constexpr const char* dtype_names[] = {"float32", "float64", "bfloat16", "float16", "bool", "int32", "int64"};
-constexpr index sizes_in_bytes[] = {4, 8, 2, 2, 1, 4, 8};
+constexpr const char* dtype_names[] = {"float32", "float64", "bfloat16", "float16", "bool", "int32", "int64", "int8"};
+constexpr index sizes_in_bytes[] = {4, 8, 2, 2, 1, 4, 8, 1};
 
 // A method without arguments, or an attribute, of one of torch's classes in C, called as the class has it: looking it
 // up by its name at every tensor takes longer than the call.
@@ -80,9 +80,9 @@ class Descriptor {
 
 struct Torch {
   PyTypeObject *tensor = type("torch", "Tensor"), *parameter = type("torch.nn", "Parameter");
-  PyTypeObject* linear = type("torch.nn", "Linear");
+  PyTypeObject *linear = type("torch.nn", "Linear"), *norm = type("torch.nn", "RMSNorm");
   PyTypeObject* out_proj = type("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear");  // it only says so
-  PyObject* dtypes[7];                                                                          // by Number
+  PyObject* dtypes[8];                                                                          // by Number
   PyObject* strided = nb::object(nb::module_::import_("torch").attr("strided")).release().ptr();
   const Exchange* exchange = nullptr;
   Descriptor requires_grad{tensor, "requires_grad"}, is_neg{tensor, "is_neg"}, is_zerotensor{tensor, "_is_zerotensor"};
@@ -97,13 +97,16 @@ struct Torch {
   PyObject *forward = name("forward"), *weight = name("weight"), *bias = name("bias");
   PyObject* own[3] = {forward, weight, bias};
   PyObject* parameters = name("_parameters");
-  PyObject* original = nullptr;  // nn.Linear's forward, as it was when torch was first read
+  PyObject *normalized_shape = name("normalized_shape"), *eps = name("eps");
+  PyObject *original = nullptr, *original_norm = nullptr;  // their forward, as it was when torch was first read
   PyTypeObject* ours = nullptr;  // of a forward of a module's own that only multiplies and adds
 
   explicit Torch(bool in_c) {
     original = PyDict_GetItemWithError(linear->tp_dict, forward);
+    original_norm = PyDict_GetItemWithError(norm->tp_dict, forward);
     Py_XINCREF(original);
-    for (int i = 0; i < 7; ++i)
+    Py_XINCREF(original_norm);
+    for (int i = 0; i < 8; ++i)
       dtypes[i] = nb::object(nb::module_::import_("torch").attr(dtype_names[i])).release().ptr();
     const nb::object capsule =
         nb::getattr(nb::handle(reinterpret_cast<PyObject*>(tensor)), "__dlpack_c_exchange_api__", nb::none());
@@ -164,6 +167,8 @@ std::string described_in_c(PyObject* object, Tensor& to) {
     to.number = Number::i32;
   else if (t.dtype == nb::dtype<std::int64_t>())
     to.number = Number::i64;
+  else if (t.dtype == nb::dtype<std::int8_t>())
+    to.number = Number::i8;
   else
     return "is of a dtype that the kernel does not know";
   if (t.ndim > most_axes) return "has more than four axes";
@@ -184,8 +189,8 @@ std::string described_by_attributes(PyObject* object, Tensor& to) {
   if (attribute(object, t.is_cpu).ptr() != Py_True) return "is not on the CPU";
   const nb::object dtype = attribute(object, t.dtype);
   int number = 0;
-  while (number < 7 && t.dtypes[number] != dtype.ptr()) ++number;
-  if (number == 7) return "is of a dtype that the kernel does not know";
+  while (number < 8 && t.dtypes[number] != dtype.ptr()) ++number;
+  if (number == 8) return "is of a dtype that the kernel does not know";
   to.number = static_cast<Number>(number);
   PyObject* shape = PyObject_GetAttr(object, t.shape);
   if (!shape) return error_in_words();  // nested
@@ -214,6 +219,28 @@ void require_storage(PyObject* object, const Tensor& t, const char* argument) {
                               " bytes of a storage that holds " + std::to_string(there) +
                               ": expected one that was not freed or made smaller";
   throw nb::value_error(message.c_str());
+}
+
+PyObject* entry(PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); }
+
+// The parameters of a module that only does what its class does, and its dictionary, in place of its attributes:
+// looking those up could run code. Null where it has a hook or a forward of its own, or somebody patched the class.
+PyObject* parameters_of(PyObject* module, PyTypeObject* kind, PyObject* original, bool called, nb::object& dictionary) {
+  const Torch& t = torch();
+  if (PyDict_GetItemWithError(kind->tp_dict, t.forward) != original) return nullptr;
+  dictionary = nb::steal(PyObject_GenericGetDict(module, nullptr));
+  if (!dictionary.is_valid()) throw nb::python_error();
+  for (PyObject* key : t.hooks) {
+    if (called) break;
+    PyObject* hooks = entry(dictionary.ptr(), key);
+    if (!hooks || !PyDict_Check(hooks) || PyDict_Size(hooks) > 0) return nullptr;
+  }
+  for (PyObject* key : t.own) {
+    PyObject* found = entry(dictionary.ptr(), key);
+    if (found && (key != t.forward || Py_TYPE(found) != t.ours)) return nullptr;
+  }
+  PyObject* parameters = entry(dictionary.ptr(), t.parameters);
+  return parameters && PyDict_Check(parameters) ? parameters : nullptr;
 }
 
 }  // namespace
@@ -293,28 +320,29 @@ bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides) {
   return true;
 }
 
-// The module's dictionary in place of its attributes: looking those up could run code.
 bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called) {
   const Torch& t = torch();
   if (!module || (Py_TYPE(module) != t.linear && Py_TYPE(module) != t.out_proj)) return false;
-  if (PyDict_GetItemWithError(t.linear->tp_dict, t.forward) != t.original) return false;  // somebody patched the class
-  const nb::object dictionary = nb::steal(PyObject_GenericGetDict(module, nullptr));
-  if (!dictionary.is_valid()) throw nb::python_error();
-  const auto entry = [](PyObject* of, PyObject* key) { return PyDict_GetItemWithError(of, key); };
-  for (PyObject* key : t.hooks) {
-    if (called) break;
-    PyObject* hooks = entry(dictionary.ptr(), key);
-    if (!hooks || !PyDict_Check(hooks) || PyDict_Size(hooks) > 0) return false;
-  }
-  for (PyObject* key : t.own) {
-    PyObject* found = entry(dictionary.ptr(), key);
-    if (found && (key != t.forward || Py_TYPE(found) != t.ours)) return false;
-  }
-  PyObject* parameters = entry(dictionary.ptr(), t.parameters);
-  if (!parameters || !PyDict_Check(parameters)) return false;
+  nb::object dictionary;
+  PyObject* parameters = parameters_of(module, t.linear, t.original, called, dictionary);
+  if (!parameters) return false;
   weight = entry(parameters, t.weight), bias = entry(parameters, t.bias);
   if (bias == Py_None) bias = nullptr;
   return weight && weight != Py_None;
+}
+
+bool normed_by(PyObject* module, index width, PyObject*& weight, nb::object& eps) {
+  const Torch& t = torch();
+  if (!module || Py_TYPE(module) != t.norm) return false;
+  nb::object dictionary;
+  PyObject* parameters = parameters_of(module, t.norm, t.original_norm, false, dictionary);
+  if (!parameters) return false;
+  PyObject *shape = entry(dictionary.ptr(), t.normalized_shape), *small = entry(dictionary.ptr(), t.eps);
+  if (!shape || !PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != 1 || !small) return false;
+  if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, 0)) != width) return PyErr_Clear(), false;
+  weight = entry(parameters, t.weight), eps = nb::borrow(small);
+  if (weight == Py_None) weight = nullptr;
+  return true;
 }
 
 }  // namespace multihead

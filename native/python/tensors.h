@@ -25,7 +25,7 @@ struct Reason {
   bool dispatched = false;
 };
 
-enum class Number { f32, f64, bf16, f16, boolean, i32, i64 };
+enum class Number { f32, f64, bf16, f16, boolean, i32, i64, i8 };
 
 constexpr int most_axes = 4;
 
@@ -85,5 +85,8 @@ bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides);
 // of its own but one that is remembered, no parametrization. False for any other module. `called`: the module has been
 // called, so that its hooks see what they are to see.
 bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called = false);
+
+// The weight, null where there is none, and the eps of an nn.RMSNorm over `width` numbers, of which the same is true.
+bool normed_by(PyObject* module, index width, PyObject*& weight, nanobind::object& eps);
 
 }  // namespace multihead

@@ -150,14 +150,57 @@ Linear linear_of(const Rows& x, const Projection& p, index outputs, void* y) {
           outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, x.type};
 }
 
-// y in heads of `width`, and where it lies: of many rows a head's own lie together, as attention reads them, unless
-// that would cut the outputs into pieces of no whole vectors.
-Linear heads_of(const Rows& x, const Projection& p, index heads, index width, void* y, View& view) {
-  Linear linear = linear_of(x, p, heads * width, y);
-  const bool apart = x.count() > few_rows && width % 16 == 0;
-  view = apart ? View{y, heads * x.N * width, x.N * width, width} : View{y, x.N * heads * width, width, heads * width};
-  if (apart) linear.y_head = view.head, linear.y_row = view.row, linear.y_width = width;
+// y in heads, where `view` says: side by side, or of many rows anywhere.
+Linear heads_at(const Rows& x, const Projection& p, index heads, index width, const View& view) {
+  Linear linear = linear_of(x, p, heads * width, view.data);
+  if (view.head != width || view.row != heads * width)
+    linear.y_batch = view.batch, linear.y_head = view.head, linear.y_row = view.row, linear.y_width = width;
   return linear;
+}
+
+// Where the heads of a product lie: of many rows a head's own lie together, as attention reads them, unless that would
+// cut the outputs into pieces of no whole vectors.
+View view_of(const Rows& x, index heads, index width, void* y) {
+  const bool apart = x.count() > few_rows && width % 16 == 0;
+  return apart ? View{y, heads * x.N * width, x.N * width, width} : View{y, x.N * heads * width, width, heads * width};
+}
+
+View from_row(View view, Type type, index row) {
+  view.data = static_cast<char*>(view.data) + row * view.row * bytes(type);
+  return view;
+}
+
+// Whether a product of x may be written into the store while x is still read.
+bool apart(const Rows& x, const View& store, index heads, index rows, index width) {
+  const auto* from = static_cast<const char*>(x.data);
+  const auto* to = static_cast<const char*>(store.data);
+  const index size = bytes(x.type);
+  const index x_bytes = ((x.B - 1) * x.batch + (x.N - 1) * x.row + x.width) * size;
+  const index store_bytes =
+      ((x.B - 1) * store.batch + (heads - 1) * store.head + (rows - 1) * store.row + width) * size;
+  return x.batch >= 0 && x.row >= 0 && store.batch >= 0 && store.head >= 0 && store.row >= 0 &&
+         (from + x_bytes <= to || to + store_bytes <= from);
+}
+
+struct Preparation {
+  const Kernels* kernels;
+  std::initializer_list<Heads> all;
+};
+
+void prepare_tokens(const void* context, index from, index to, void* scratch) {
+  const auto& run = *static_cast<const Preparation*>(context);
+  for (const Heads& heads : run.all)
+    if (heads.heads) run.kernels->prepare_heads(heads, from, to, scratch);
+}
+
+// What is left to do to the heads of `tokens` tokens; `heads` of 0 have nothing left.
+void prepare(const Isa& isa, std::initializer_list<Heads> all, index tokens, int threads) {
+  index width = 0;
+  for (const Heads& heads : all) width = std::max(width, heads.heads ? heads.width : 0);
+  if (!width) return;
+  const Preparation run{isa.f32, all};
+  const index scratch = width * static_cast<index>(sizeof(float));
+  if (!parallel_run(tokens <= few_rows ? 1 : threads, tokens, scratch, prepare_tokens, &run)) throw std::bad_alloc();
 }
 
 }  // namespace
@@ -171,28 +214,63 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   Plan& plan = layer.plan;
   const Sizes& s = plan.sizes;
   const Type type = plan.type;
+  const Store& store = layer.store;
   const Kernels& kernels = kernels_of(isa, type, type);
-  const bool self = layer.context == layer.x && layer.context_batch == layer.x_batch &&
-                    layer.context_row == layer.x_row && s.K == s.Q && layer.C == layer.E;
+  const bool self = layer.N > 0 && layer.context == layer.x && layer.context_batch == layer.x_batch &&
+                    layer.context_row == layer.x_row && layer.N == s.Q && layer.C == layer.E;
   const Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E, type};
-  const Rows context{layer.context, layer.context_batch, layer.context_row, s.B, s.K, layer.C, type};
+  const Rows context{layer.context, layer.context_batch, layer.context_row, s.B, layer.N, layer.C, type};
   const Rows& source = self ? x : context;
-  const index q_size = x.count() * s.H * s.D, k_size = context.count() * s.G * s.D,
-              v_size = context.count() * s.G * s.V, merged_size = x.count() * s.H * s.V;
+  const bool stored = store.k.data != nullptr;
+  // Many rows go straight into the store, where they are turned.
+  const bool straight = stored && plan.kv_type == type && source.count() > few_rows && !store.firsts && !store.real &&
+                        s.D % 16 == 0 && s.V % 16 == 0 && apart(source, store.k, s.G, s.K, s.D) &&
+                        apart(source, store.v, s.G, s.K, s.V);
+  const index q_size = x.count() * s.H * s.D, k_size = straight ? 0 : source.count() * s.G * s.D,
+              v_size = straight ? 0 : source.count() * s.G * s.V, merged_size = x.count() * s.H * s.V;
   const index size = bytes(type);
   Room room((q_size + k_size + v_size + merged_size) * size);
-  char *q = room.take(q_size * size), *k = room.take(k_size * size), *v = room.take(v_size * size);
+  plan.q = view_of(x, s.H, s.D, room.take(q_size * size));
+  plan.k = view_of(source, s.G, s.D, room.take(k_size * size));
+  plan.v = view_of(source, s.G, s.V, room.take(v_size * size));
+  if (straight) plan.k = from_row(store.k, type, store.first), plan.v = from_row(store.v, type, store.first);
   const Rows merged{room.take(merged_size * size), s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V, type};
-  const Linear to_q = heads_of(x, layer.q, s.H, s.D, q, plan.q), to_k = heads_of(source, layer.k, s.G, s.D, k, plan.k),
-               to_v = heads_of(source, layer.v, s.G, s.V, v, plan.v);
+  const Linear to_q = heads_at(x, layer.q, s.H, s.D, plan.q), to_k = heads_at(source, layer.k, s.G, s.D, plan.k),
+               to_v = heads_at(source, layer.v, s.G, s.V, plan.v);
   const auto products = [&](std::initializer_list<Linear> linears) { return products_of(linears, kernels, threads); };
   if (self)
     run_all(kernels, {products({to_q, to_k, to_v})}, threads);
+  else if (layer.N == 0)
+    run_all(kernels, {products({to_q})}, threads);
   else
     run_all(kernels, {products({to_q}), products({to_k, to_v})}, threads);
+
+  const bool moved = stored && !straight;
+  Heads q{plan.q, plan.q, type, type, s.H, s.Q, s.D, layer.q_norm, layer.q_rotation},
+      k{plan.k, plan.k, type, type, s.G, layer.N, s.D, layer.k_norm, layer.k_rotation},
+      v{plan.v, plan.v, type, type, s.G, layer.N, s.V, {}, {}};
+  if (moved) {
+    k.to = store.k, v.to = store.v, k.scales = store.k_scales, v.scales = store.v_scales;
+    for (Heads* heads : {&k, &v})
+      heads->to_type = plan.kv_type, heads->first = store.first, heads->firsts = store.firsts, heads->real = store.real;
+  }
+  const auto wanted = [](const Heads& heads) { return heads.norm.wanted || heads.rotation.cos; };
+  if (!wanted(q)) q.heads = 0;
+  if (!wanted(k) && !moved) k.heads = 0;
+  if (!moved) v.heads = 0;
+  if (self) {
+    prepare(isa, {q, k, v}, x.count(), threads);
+  } else {
+    prepare(isa, {q}, x.count(), threads);
+    if (layer.N > 0) prepare(isa, {k, v}, source.count(), threads);
+  }
+  if (stored)
+    plan.k = store.k, plan.v = store.v, plan.k_scales = store.k_scales, plan.v_scales = store.v_scales;
+  else
+    plan.kv_type = type;
   plan.out = {const_cast<void*>(merged.data), merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
-  run_all(kernels, {products({linear_of(merged, layer.o, layer.E, layer.y)})}, threads);
+  run_all(kernels, {products({linear_of(merged, layer.o, layer.outputs, layer.y)})}, threads);
 }
 
 }  // namespace multihead

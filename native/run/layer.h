@@ -11,16 +11,30 @@ struct Projection {
   const void* bias = nullptr;  // (outputs,) or null
 };
 
-// x (B, Q, E) and context (B, K, C), rows contiguous, `*_batch` and `*_row` numbers apart; y (B, Q, E) contiguous.
-// `plan` says sizes, mask and options; its q, k, v and out are filled in here. All is of the plan's type, which is
-// not float64.
+// Keys and values of earlier tokens, (B, G, room, width), which those of this call join: token n of batch row b as row
+// n + first. Rows beyond are not read, and nothing is written before them.
+struct Store {
+  View k, v;                // no address: none
+  View k_scales, v_scales;  // (B, G, room) floats, where k and v are of i8
+  index first = 0;
+  const std::int64_t* firsts = nullptr;  // (B,), added to `first`; or null
+  const std::int64_t* real = nullptr;    // (B,): how many tokens of each batch row join; null: all
+};
+
+// x (B, Q, E) and context (B, N, C), rows contiguous, `*_batch` and `*_row` numbers apart; y (B, Q, outputs)
+// contiguous. `plan` says sizes, mask and options; its q, k, v and out are filled in here. Its K is N, or where there
+// is a store what is visible of that, and its kv_type is the store's; N is 0 where the store has all keys already. All
+// else is of the plan's type, which is not float64.
 struct Layer {
   Plan plan;
-  index E, C;
-  const void *x, *context;
-  index x_batch, x_row, context_batch, context_row;
+  index E = 0, C = 0, outputs = 0, N = 0;
+  const void *x = nullptr, *context = nullptr;
+  index x_batch = 0, x_row = 0, context_batch = 0, context_row = 0;
   Projection q, k, v, o;
-  void* y;
+  Norm q_norm, k_norm;
+  Rotation q_rotation, k_rotation;
+  Store store;
+  void* y = nullptr;
 };
 
 // These throw std::bad_alloc, and nothing else.

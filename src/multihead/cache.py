@@ -4,14 +4,18 @@ Keys lie in order from the start of the buffer, never wrapped around, so that wh
 Rows of a batch may have different lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from multihead.masks import Mask, Window
 from multihead.masks.intervals import Frame
 from multihead.sizes import Sizes, describe, require_int
+
+_T = TypeVar("_T")
 
 
 def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
@@ -27,6 +31,24 @@ def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device)
     return rows.to(device)
 
 
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (…, width) as whole numbers of a byte, and what to multiply each row by, (…, 1) float32.
+
+    The largest number of a row becomes ±127, and each is off by at most half a step, largest / 254. A row that is not
+    finite has a scale of NaN.
+
+    >>> numbers, scale = quantise(torch.tensor([[-1.0, 0.5, 0.25]]))
+    >>> numbers
+    tensor([[-127,   64,   32]], dtype=torch.int8)
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    some = largest > 1e-30  # the inverse of less may be infinite
+    numbers = (x * torch.where(some & largest.isfinite(), 127 / largest, 0.0)).nan_to_num(0.0).round().to(torch.int8)
+    scale = torch.where(some, largest / 127, 0.0)
+    return numbers, torch.where(largest.isfinite(), scale, torch.nan)
+
+
 class CacheOverflow(ValueError):
     """More tokens than a cache of fixed capacity can hold.
 
@@ -36,6 +58,19 @@ class CacheOverflow(ValueError):
     ...
     multihead.cache.CacheOverflow: ...
     """
+
+
+class Room(NamedTuple):
+    """Where new tokens go in a cache: token n of row b as its row `first` + n."""
+
+    k: Tensor  # (B, G, room, D), the whole buffer
+    v: Tensor  # (B, G, room, V)
+    first: int | Tensor  # the same for all rows, or (B,)
+    real: Tensor | None  # (B,): how many of the new tokens of each row are real; all unless given
+    frame: Frame  # where they stand among all
+    length: int | Tensor  # of the cache with them
+    dropped: int | Tensor
+    scales: tuple[Tensor, Tensor] | None = None  # see `Cache.scales`
 
 
 class Cache:
@@ -62,9 +97,12 @@ class Cache:
         capacity: int | None = None,
         window: int | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         require_int("batch", batch, 1)
+        if isinstance(dtype, str) and dtype != "int8":
+            raise ValueError(f'dtype={dtype!r}: expected a floating torch dtype, or "int8"')
+        kind = torch.int8 if isinstance(dtype, str) else dtype
         if capacity is not None and window is not None:
             raise ValueError(f"capacity={capacity} and window={window}: give one of them (a window bounds the memory)")
         if capacity is not None:
@@ -73,8 +111,13 @@ class Cache:
             require_int("window", window, 1)
         self.capacity, self.window = capacity, window
         room = capacity if capacity is not None else 2 * window if window is not None else 16
-        self._k = torch.zeros(batch, kv_heads, room, head_dim, device=device, dtype=dtype)
-        self._v = torch.zeros(batch, kv_heads, room, value_dim, device=device, dtype=dtype)
+        self._k = torch.zeros(batch, kv_heads, room, head_dim, device=device, dtype=kind)
+        self._v = torch.zeros(batch, kv_heads, room, value_dim, device=device, dtype=kind)
+        self._buffers: tuple[str, ...] = ("_k", "_v")
+        if kind == torch.int8:  # a row of k or v is its whole numbers times its scale
+            self._k_scales = torch.zeros(batch, kv_heads, room, 1, device=device)
+            self._v_scales = torch.zeros(batch, kv_heads, room, 1, device=device)
+            self._buffers = ("_k", "_v", "_k_scales", "_v_scales")
         self.length: int | Tensor = 0  # tokens seen
         self.dropped: int | Tensor = 0  # tokens that a sliding cache has let go
 
@@ -94,46 +137,77 @@ class Cache:
 
     @property
     def k(self) -> Tensor:
-        return self._k[:, :, : self.longest]  # (B, G, K, D)
+        """The keys (B,G,K,D), as they are held; of int8, what they stand for."""
+        k = self._k[:, :, : self.longest]
+        return k * self._k_scales[:, :, : self.longest] if self.quantised else k
 
     @property
     def v(self) -> Tensor:
-        return self._v[:, :, : self.longest]  # (B, G, K, V)
+        """The values (B,G,K,V), likewise."""
+        v = self._v[:, :, : self.longest]
+        return v * self._v_scales[:, :, : self.longest] if self.quantised else v
+
+    @property
+    def quantised(self) -> bool:
+        return len(self._buffers) == 4
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of int8, what each row of the buffers of k and v is to be multiplied by: (B,G,room,1) each."""
+        return (self._k_scales, self._v_scales) if self.quantised else None
 
     @property
     def nbytes(self) -> int:
-        return self._k.nbytes + self._v.nbytes
+        return sum(getattr(self, name).nbytes for name in self._buffers)
 
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Frame]:
         """Add new tokens, the first `lengths[b]` of row b real: all keys, all values, and where the new ones stand."""
         self._check(k, v)
-        new = k.shape[2]
-        if lengths is not None or isinstance(self.length, Tensor):
-            return self._append_ragged(k, v, lengths)
-        self._make_room(self.longest + new, new)
-        first = self.used
-        assert isinstance(first, int)
-        self._write(k, v, first)
-        self.length = self.length + new
-        return self.k, self.v, Frame.of(new, first + new, k.device, dropped=self.dropped)
+        room = self.reserve(k.shape[2], lengths)
+        if isinstance(room.first, Tensor):
+            assert room.real is not None
+            row, token = (torch.arange(k.shape[2], device=k.device) < room.real[:, None]).nonzero(as_tuple=True)
+            where = room.first[row] + token
+            if self._records(k):
+                self._k, self._v = self._k.clone(), self._v.clone()
+            for name, new in zip(self._buffers, self._as_held(k, v)):
+                getattr(self, name)[row, :, where] = new[row, :, token]
+        else:
+            self._write(k, v, room.first)
+        self.commit(room)
+        return self.k, self.v, room.frame
 
-    def _append_ragged(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Frame]:
-        new, device = k.shape[2], k.device
+    def reserve(self, new: int, lengths: Tensor | None = None) -> Room:
+        """Room for `new` tokens, the first `lengths[b]` of row b real, who are there when `commit` is told so."""
+        if lengths is None and not isinstance(self.length, Tensor):
+            self._make_room(self.longest + new, new)
+            first = self.used
+            assert isinstance(first, int)
+            frame = Frame.of(new, first + new, self._k.device, dropped=self.dropped)
+            return Room(self._k, self._v, first, None, frame, self.length + new, self.dropped, self.scales)
+        device = self._k.device
         real = torch.full((self.batch,), new, device=device) if lengths is None else lengths.to(device)
         self._make_room(int((self.used + real).max()), int(real.max()))
-        if not isinstance(self.length, Tensor):
-            self.length = torch.full((self.batch,), self.length, device=device)
+        length, dropped = self.length, self.dropped
+        if not isinstance(length, Tensor):
+            length = torch.full((self.batch,), length, device=device)
             if self.window is not None:
-                self.dropped = torch.full((self.batch,), int(self.dropped), device=device)
-        row, token = (torch.arange(new, device=device) < real[:, None]).nonzero(as_tuple=True)
-        where = (self.length - self.dropped)[row] + token
-        if torch.is_grad_enabled() and (k.requires_grad or self._k.requires_grad):
-            self._k, self._v = self._k.clone(), self._v.clone()
-        self._k[row, :, where] = k[row, :, token].to(self._k.dtype)
-        self._v[row, :, where] = v[row, :, token].to(self._v.dtype)
-        self.length = self.length + real
-        used = self.length - self.dropped
-        return self.k, self.v, Frame.of(new, self.longest, device, used=used, real=real, dropped=self.dropped)
+                dropped = torch.full((self.batch,), int(dropped), device=device)
+        first = length - dropped
+        used = first + real
+        frame = Frame.of(new, int(used.max()), device, used=used, real=real, dropped=dropped)
+        return Room(self._k, self._v, first, real, frame, length + real, dropped, self.scales)
+
+    def through_window(self, mask: Mask | Tensor | None) -> Mask | Tensor | None:
+        """What `mask` lets a query see, and of that what a sliding cache is meant to show."""
+        if self.window is None:
+            return mask
+        newest = Window(self.window - 1, None)
+        return newest if mask is None else newest & mask
+
+    def commit(self, room: Room) -> None:
+        """The tokens for whom `room` was made are there now."""
+        self.length, self.dropped = room.length, room.dropped
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         for name, new, held in (("k", k, self._k), ("v", v, self._v)):
@@ -143,27 +217,41 @@ class Cache:
                     f"the layer's new {name} has B={new.shape[0]}, G={new.shape[1]} and head width {new.shape[3]}, "
                     f"but the cache was made for B={B}, G={G} and head width {D}: expected layer.new_cache(batch=…)"
                 )
-            if new.device != held.device or torch.promote_types(new.dtype, held.dtype) != held.dtype:
+            if new.device != held.device:
                 raise ValueError(
                     f"the layer's new {name} is {describe(new)}, but the cache holds {held.dtype} on {held.device}: "
-                    "make one with layer.new_cache(dtype=…, device=…)"
+                    "make one with layer.new_cache(device=…)"
                 )
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
         last = first + k.shape[2]
-        k, v = k.to(self._k.dtype), v.to(self._v.dtype)
-        if torch.is_grad_enabled() and (k.requires_grad or self._k.requires_grad):  # a gradient needs what it has read
-            self._k = self._k.slice_scatter(k, 2, first, last)
-            self._v = self._v.slice_scatter(v, 2, first, last)
-        else:
-            self._k[:, :, first:last] = k
-            self._v[:, :, first:last] = v
+        for name, new in zip(self._buffers, self._as_held(k, v)):
+            if self._records(k):
+                setattr(self, name, getattr(self, name).slice_scatter(new, 2, first, last))
+            else:
+                getattr(self, name)[:, :, first:last] = new
+
+    def _records(self, k: Tensor) -> bool:
+        """Whether a gradient will need what it has read."""
+        return torch.is_grad_enabled() and (k.requires_grad or self._k.requires_grad)
+
+    def _as_held(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """New keys and values as the buffers hold them."""
+        if not self.quantised:
+            return [k.to(self._k.dtype), v.to(self._v.dtype)]
+        if self._records(k):
+            raise ValueError(
+                "a cache of int8 has no gradient: expected torch.no_grad(), or new_cache(dtype=…) of floats"
+            )
+        (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
+        return [k, v, k_scales, v_scales]
 
     def _make_room(self, needed: int, new: int) -> None:
         """Room for `needed` tokens in the fullest row, where no row brings more than `new`."""
         room = self._k.shape[2]
         if not torch.compiler.is_compiling() and self._k.is_inference() and not torch.is_inference_mode_enabled():
-            self._k, self._v = self._k.clone(), self._v.clone()  # torch lets no one else write into these
+            for name in self._buffers:
+                setattr(self, name, getattr(self, name).clone())  # torch lets no one else write into these
         if needed <= room:
             return
         if self.capacity is not None:
@@ -179,7 +267,7 @@ class Cache:
 
     def _resize(self, room: int) -> None:
         used = self.longest
-        for name in ("_k", "_v"):
+        for name in self._buffers:
             held = getattr(self, name)
             larger = held.new_zeros(*held.shape[:2], room, held.shape[3])
             larger[:, :, :used] = held[:, :, :used]
@@ -196,7 +284,7 @@ class Cache:
             index = (let_go[:, None] + kept).clamp(max=self._k.shape[2] - 1)[:, None, :, None]
         else:
             let_go = max(used - (self.window - 1), 0)
-        for name in ("_k", "_v"):
+        for name in self._buffers:
             held = getattr(self, name)
             if isinstance(let_go, Tensor):
                 front = held.gather(2, index.expand(-1, held.shape[1], -1, held.shape[3]))
@@ -231,28 +319,33 @@ class Cache:
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Row b becomes what row `rows[b]` was (beam search); a row may be taken twice or not at all."""
         rows = _row_numbers(rows, self.batch, self._k.device)
-        self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
+        for name in self._buffers:
+            setattr(self, name, getattr(self, name).index_select(0, rows))
         self.length = self.length[rows] if isinstance(self.length, Tensor) else self.length
         self.dropped = self.dropped[rows] if isinstance(self.dropped, Tensor) else self.dropped
 
-    def mark(self) -> tuple[int | Tensor, int | Tensor, Tensor, Tensor]:
+    def mark(self) -> Any:
         """Where the cache stands now, for `back_to`: new tokens are only ever written behind it."""
-        return self.length, self.dropped, self._k, self._v
+        return self.length, self.dropped, [getattr(self, name) for name in self._buffers]
 
-    def back_to(self, mark: tuple[int | Tensor, int | Tensor, Tensor, Tensor]) -> None:
+    def back_to(self, mark: Any) -> None:
         """Forget what came since `mark`."""
-        self.length, self.dropped, self._k, self._v = mark
+        self.length, self.dropped, buffers = mark
+        for name, buffer in zip(self._buffers, buffers):
+            setattr(self, name, buffer)
 
     def fork(self) -> "Cache":
         """A cache that goes on from here on its own: what joins one does not reach the other."""
         other = copy(self)
-        other._k, other._v = self._k.clone(), self._v.clone()
+        for name in self._buffers:
+            setattr(other, name, getattr(self, name).clone())
         return other
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""
         self.length = self.dropped = 0
-        self._k, self._v = self._k.detach(), self._v.detach()
+        for name in self._buffers:
+            setattr(self, name, getattr(self, name).detach())
 
     def __repr__(self) -> str:
         tokens = self.length.tolist() if isinstance(self.length, Tensor) else self.length
@@ -261,6 +354,18 @@ class Cache:
         (B, G, _, D), V = self._k.shape, self._v.shape[3]
         dtype = str(self._k.dtype).removeprefix("torch.")
         return f"Cache({tokens}{of} tokens{window}, B={B}, G={G}, D={D}, V={V}, {dtype} on {self._k.device})"
+
+
+def keeping(cache: object, step: Callable[..., _T], *given: Any) -> _T:
+    """`step(*given)`; where it fails, or is interrupted, a cache of tokens is as it was before."""
+    if not isinstance(cache, Cache) or torch.compiler.is_compiling():
+        return step(*given)
+    before = cache.mark()
+    try:
+        return step(*given)
+    except BaseException:
+        cache.back_to(before)
+        raise
 
 
 class ContextCache:

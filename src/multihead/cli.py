@@ -376,6 +376,7 @@ def info() -> None:
         table.add_row("cpu features", " ".join(name if there else f"({name})" for name, there in features.items()))
         table.add_row("", "in brackets: not on this CPU")
     if kernel.module is not None:
+        table.add_row("threads", kernel.threads())
         if not wrong:
             table.add_row("bf16", kernel.bfloat16())
         table.add_row("whole layer", reach())

@@ -2,7 +2,7 @@
 
 RoPE turns q and k by an angle that grows with position, before step 3. ALiBi, T5 and Swin make a bias (H,Q,K) that
 step 3 adds to the scores. As everywhere, query q stands at position i = q + (keys − queries): the last query stands
-at the last key. Nothing here keeps a buffer or branches on a tensor's values, so that all of it compiles, exports,
+at the last key. No module here keeps a buffer or branches on a tensor's values, so that all of it compiles, exports,
 and runs on any device, `meta` included. N is Q or K: RoPE treats q and k alike.
 """
 
@@ -16,6 +16,10 @@ from torch import Tensor, nn
 Device = torch.device | str | None
 Length = int | Int[Tensor, "*B"] | None
 PAIRINGS = ("halves", "interleaved")
+MOST_ROWS = 2**17  # positions that a table of angles has at most
+MOST_TABLES = 32
+Table = tuple[Tensor, Tensor]  # cosines and sines, (rows, pairs)
+_tables: dict[tuple["RoPE", int, torch.device, torch.dtype], Table] = {}
 
 
 @dataclass(frozen=True)
@@ -167,16 +171,53 @@ class RoPE:
         torch.Size([2, 3, 5, 8])
         """
         _check_rotation(x, positions, length)
-        D, dim = x.shape[-1], self._width(x.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32)
+        return self.turn(x, *self.cos_sin(x.shape[-1], positions, length=length, dtype=dtype))
+
+    def cos_sin(
+        self, D: int, positions: Int[Tensor, "*B N"], *, length: Length = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Float[Tensor, "*B N pairs"], Float[Tensor, "*B N pairs"]]:
+        """The cosine and the sine of each angle: what `turn` needs, for q and for k alike.
+
+        >>> cos, sin = RoPE().cos_sin(8, torch.arange(5))
+        >>> cos.shape
+        torch.Size([5, 4])
+        """
         if length is None and isinstance(self.scaling, NTKScaling):
             length = nn.functional.pad(positions, (0, 1)).amax(-1) + 1  # padded, for N=0 has no maximum
-        frequencies = self.frequencies(D, length=length, device=x.device, dtype=dtype)
+        frequencies = self.frequencies(D, length=length, device=positions.device, dtype=dtype)
         angles = positions.to(dtype)[..., None] * frequencies[..., None, :]  # (N, dim/2) or (B, N, dim/2)
-        if angles.ndim == 3:
-            angles = angles.reshape(angles.shape[0], *[1] * (x.ndim - 3), *angles.shape[1:])  # every head alike
-        cos, sin = angles.cos(), angles.sin()
+        return angles.cos(), angles.sin()
 
+    def table(self, D: int, rows: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Table | None:
+        """`cos_sin` of positions 0, 1, 2 … `rows` − 1 and more, made once for all layers with these settings.
+
+        None where an angle is not a function of the position alone, or the table would be too long.
+
+        >>> cos, sin = RoPE().table(8, 5, torch.device("cpu"))
+        >>> cos is RoPE().table(8, 4, torch.device("cpu"))[0]
+        True
+        """
+        if rows > MOST_ROWS or (isinstance(self.scaling, NTKScaling) and self.scaling.original_length is not None):
+            return None
+        key = (self, D, device, dtype)
+        found = _tables.get(key)
+        if found is None or found[0].shape[0] < rows:
+            rows = max(512, 1 << (rows - 1).bit_length())
+            with torch.inference_mode(False), torch.no_grad():  # others than this call will use it
+                found = self.cos_sin(D, torch.arange(rows, device=device), dtype=dtype)
+            while len(_tables) >= MOST_TABLES:
+                _tables.pop(next(iter(_tables)), None)
+            _tables[key] = found
+        return found
+
+    def turn(
+        self, x: Float[Tensor, "*heads N D"], cos: Float[Tensor, "*B N pairs"], sin: Float[Tensor, "*B N pairs"]
+    ) -> Float[Tensor, "*heads N D"]:
+        """Turn each row of `x` by the angles with these cosines and sines."""
+        if cos.ndim == 3:  # every head alike
+            cos, sin = (t.reshape(t.shape[0], *[1] * (x.ndim - 3), *t.shape[1:]) for t in (cos, sin))
+        D, dim, dtype = x.shape[-1], self._width(x.shape[-1]), cos.dtype
         shape, axis = ((2, dim // 2), -2) if self.pairing == "halves" else ((dim // 2, 2), -1)
         a, b = x[..., :dim].to(dtype).unflatten(-1, shape).unbind(axis)  # (…, N, dim/2) each
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), axis).flatten(-2).to(x.dtype)

@@ -34,6 +34,18 @@ def cpu_features() -> dict[str, bool]:
     return module.cpu_features() if module is not None else {}
 
 
+def threads() -> str:
+    """How the kernel deals with threads that come late, in words."""
+    if module is None:
+        return "none"
+    adapts, alone, retreats = module.patience()
+    if not adapts:
+        return "always all that torch uses (MULTIHEAD_THREADS=fixed)"
+    if alone:
+        return f"one for now: others came late, as on a busy machine (given up {retreats} times)"
+    return "all that torch uses, and one while others come late" + (f" (given up {retreats} times)" if retreats else "")
+
+
 def in_pairs() -> bool:
     """Whether bfloat16 numbers are multiplied in pairs, as they lie, and not as float32."""
     return instruction_set().endswith("_bf16")

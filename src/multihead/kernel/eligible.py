@@ -19,10 +19,12 @@ from torch.nn.modules import module as hooks
 from multihead import kernel
 from multihead.call import Arguments, Call, Reason
 from multihead.masks import Mask, see
-from multihead.masks.intervals import Ramp, Visible
+from multihead.masks.intervals import Ramp, Visible, inside_torch_func
+from multihead.positions import RoPE
 
 if TYPE_CHECKING:
     from multihead import _native
+    from multihead.kernel.layer import Parts
     from multihead.layer import MultiHeadAttention
     from multihead.lens.region import Region
 
@@ -45,6 +47,13 @@ def watched(modules: bool = False) -> Reason | None:
         return Reason(f"the native module is {kernel.missing}", False)
     reason = kernel.module.watched(modules)
     return None if reason is None else Reason(*reason)
+
+
+def followed() -> bool:
+    """Whether somebody follows every operator of torch: none may be left out then, nor what others made be used."""
+    if torch.compiler.is_compiling() or inside_torch_func() or torch._C._get_tracing_state() is not None:
+        return True
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def modules_watched() -> Reason | None:
@@ -136,11 +145,33 @@ def _product(read: "_native.Linear | tuple[str, bool]", x: Tensor) -> "_native.L
 _MANY_ROWS = Reason(f"more than {ROWS} rows, where torch's product is as fast on this CPU", True)
 
 
-def layer(of: "MultiHeadAttention", x: Tensor, context: Tensor | None) -> "_native.Layer | Reason":
-    """The whole layer, read and ready to run. Not asked where `modules_watched` says somebody."""
+_BETWEEN = Reason("something is done between the steps", True)
+_ROTATE = RoPE.rotate
+
+
+def layer(
+    of: "MultiHeadAttention", x: Tensor, context: Tensor | None, recalls: bool = False
+) -> "_native.Layer | Reason":
+    """The whole layer, read and ready to run. Not asked where `modules_watched` says somebody.
+
+    `recalls`: its keys and values are there already.
+    """
     assert kernel.module is not None
-    read = kernel.module.layer(of, x, context, torch.is_grad_enabled())
-    if type(read) is tuple:
+    if of._taps or (of.training and of.dropout):
+        return _BETWEEN
+    if of.rope is not None and (type(of.rope) is not RoPE or RoPE.rotate is not _ROTATE):
+        return _BETWEEN
+    return _whole(kernel.module.layer(of, x, context, torch.is_grad_enabled(), recalls), x)
+
+
+def parts(of: "Parts", x: Tensor, context: Tensor | None = None) -> "_native.Layer | Reason":
+    """The same of any layer by its parts; whether something is done between the steps is for the caller to know."""
+    assert kernel.module is not None
+    return _whole(kernel.module.parts(of, x, context, torch.is_grad_enabled()), x)
+
+
+def _whole(read: "_native.Layer | tuple[str, bool]", x: Tensor) -> "_native.Layer | Reason":
+    if isinstance(read, tuple):
         return Reason(*read)
     B, _, Q, K = read.sizes
     if not MANY and B * max(Q, K) > ROWS:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from multihead import steps
 from multihead.attention import attend, modules_watched, prepare
-from multihead.cache import Cache, ContextCache
+from multihead.cache import Cache, ContextCache, keeping
 from multihead.call import Arguments, without_autocast
 from multihead.kernel import eligible
-from multihead.kernel import layer as in_one_call
 from multihead.kernel.linear import project
 from multihead.layer.call import Inside, LayerCall
 from multihead.layer.checks import (
@@ -30,12 +29,15 @@ from multihead.layer.checks import (
     check_positions,
     check_values,
 )
+from multihead.layer.whole import in_one_call
 from multihead.lens import Lens, look
 from multihead.lens.why import Origin, in_terms_of_x
-from multihead.masks import Mask, Window, as_mask, lower
+from multihead.masks import Mask, as_mask, lower
 from multihead.masks.intervals import Frame, Visible
 from multihead.positions import RoPE
 from multihead.sizes import Sizes, check_floating, check_numbers
+
+Where = Tensor | tuple[Tensor, Tensor] | None  # positions, or the cosines and sines of their angles
 
 
 class MultiHeadAttention(nn.Module):
@@ -197,25 +199,17 @@ class MultiHeadAttention(nn.Module):
         watched = modules_watched(backend)
         if watched is None and self._wants_gradient(x, context, values):
             watched = eligible.GRADIENT
-        plain = positions is None and context_positions is None and cache is None and lengths is None and bias is None
-        if plain and values is None and watched is None and self.attend is attend:
-            output = in_one_call.layer(self, x, context, mask)
+        given = (x, context, mask, positions, context_positions, cache, lengths, bias, values, backend, watched)
+        call = LayerCall(*given)
+        if watched is None and self.attend is attend:
+            output = keeping(cache, in_one_call, self, call)
             if isinstance(output, Tensor):
                 return output
-        given = (x, context, mask, positions, context_positions, cache, lengths, bias, values, backend, watched)
-        return self.run(LayerCall(*given))
+        return self.run(call)
 
     def run(self, call: LayerCall) -> Tensor:
         """`forward`, of a call that was not answered in one go."""
-        cache = call.cache
-        if not isinstance(cache, Cache) or torch.compiler.is_compiling():
-            return self._seven_steps(call)
-        before = cache.mark()
-        try:
-            return self._seven_steps(call)
-        except Exception:
-            cache.back_to(before)  # a call that fails leaves the cache as it was
-            raise
+        return keeping(call.cache, self._seven_steps, call)
 
     def _seven_steps(self, call: LayerCall) -> Tensor:
         q_heads, k_heads, v_heads, visible = self._project_and_split(call)  # steps 1 and 2
@@ -276,20 +270,19 @@ class MultiHeadAttention(nn.Module):
         real = check_lengths(call.lengths, x, context, cache)
         q = project(self.q_proj, x, call.watched)  # step 1
         q = self._tap("q", q.unflatten(-1, (-1, self.sizes.D)))  # (B, N, H, D)
-        positions = self._positions("positions", call.positions, x, cache.length if isinstance(cache, Cache) else 0)
-        q_heads = self._tap("q_heads", self._turn(q, self.q_norm, positions))  # step 2: (B, H, N, D)
+        where = self._where("positions", call.positions, x, cache.length if isinstance(cache, Cache) else 0)
+        q_heads = self._tap("q_heads", self._turn(q, self.q_norm, where))  # step 2: (B, H, N, D)
 
         if isinstance(cache, ContextCache):
             k_heads, v_heads = cache.k, cache.v
             cache.check(x.shape[0], self.sizes)
             frame = Frame.of(x.shape[1], k_heads.shape[2], x.device)
         else:
-            k_heads, v_heads = self._keys_and_values(x, context, values, positions, call)
+            k_heads, v_heads = self._keys_and_values(x, context, values, where, call)
             if cache is not None:
                 k_heads, v_heads, frame = cache.append(k_heads, v_heads, real)
                 k_heads, v_heads = k_heads.to(q_heads.dtype), v_heads.to(q_heads.dtype)  # a cache may hold wider ones
-                if cache.window is not None:
-                    mask = Window(cache.window - 1, None) if mask is None else Window(cache.window - 1, None) & mask
+                mask = cache.through_window(mask)
             else:
                 frame = Frame.of(x.shape[1], k_heads.shape[2], x.device, used=real, real=real)
         k_heads, v_heads = self._tap("k_heads", k_heads), self._tap("v_heads", v_heads)
@@ -304,31 +297,32 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         context: Tensor | None,
         values: Tensor | None,
-        positions: Tensor | None,
+        where: Where,
         call: LayerCall,
     ) -> tuple[Tensor, Tensor]:
-        """Steps 1 and 2 for k and v."""
-        if context is None:
-            source, where = x, positions
-        else:
+        """Steps 1 and 2 for k and v; `where` the tokens of x stand."""
+        source = x if context is None else context
+        if context is not None:
             check_input("context", context, self.sizes.C, self.k_proj)
             if context.dim() != 3 or context.shape[0] != x.shape[0]:
                 raise ValueError(
                     f"context has shape {tuple(context.shape)}: expected (B,K,C) with B={x.shape[0]}, as x"
                 )
-            source, where = context, self._positions("context_positions", call.context_positions, context, 0)
+            where = self._where("context_positions", call.context_positions, context, 0)
         k = project(self.k_proj, source, call.watched)  # step 1
         v = project(self.v_proj, source if values is None else values, call.watched)
         k = self._tap("k", k.unflatten(-1, (-1, self.sizes.D)))  # (B, K, G, D)
         v = self._tap("v", v.unflatten(-1, (-1, self.sizes.V)))  # (B, K, G, V)
         return self._turn(k, self.k_norm, where), steps.split(v)  # (B, G, K, D), (B, G, K, V)
 
-    def _turn(self, t: Tensor, norm: nn.RMSNorm | None, positions: Tensor | None) -> Tensor:
+    def _turn(self, t: Tensor, norm: nn.RMSNorm | None, where: Where) -> Tensor:
         """Step 2, and what makes q and k ready to meet: QK-norm, then RoPE."""
         heads = steps.split(t)
         if norm is not None:
             heads = norm(heads.to(norm.weight.dtype)).to(t.dtype)  # under autocast the weight stays float32
-        return heads if self.rope is None or positions is None else self.rope.rotate(heads, positions)
+        if self.rope is None or where is None:
+            return heads
+        return self.rope.turn(heads, *where) if isinstance(where, tuple) else self.rope.rotate(heads, where)
 
     def _score_and_mix(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, bias: Tensor | None, backend: str | None
@@ -367,7 +361,7 @@ class MultiHeadAttention(nn.Module):
         *,
         window: int | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> Cache: ...
 
     def new_cache(
@@ -379,23 +373,29 @@ class MultiHeadAttention(nn.Module):
         context: Tensor | None = None,
         context_positions: Tensor | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> Cache | ContextCache:
         """A cache for this layer: of fixed `capacity`, sliding over the newest `window` tokens, or else growing.
 
-        With `context`, (K,C) or (B,K,C): its keys and values, projected now, for cross-attention later.
+        With `context`, (K,C) or (B,K,C): its keys and values, projected now, for cross-attention later. `dtype` may be
+        narrower than the layer: torch.bfloat16, or "int8", a byte for each number and a scale for each row of k and v
+        (a quarter of float32's memory; see docs/generation.md for what that costs).
+
+        >>> layer = mh.MultiHeadAttention(256, heads=4)
+        >>> layer.new_cache(capacity=100, dtype="int8").nbytes / layer.new_cache(capacity=100).nbytes
+        0.265625
         """
         if context is not None:
             if capacity is not None or window is not None:
                 raise ValueError("context= is projected once and never grows: give no capacity= or window= with it")
             check_input("context", context, self.sizes.C, self.k_proj)
             context = context[None] if context.dim() == 2 else context
-            where = self._positions("context_positions", context_positions, context, 0)
+            where = self._where("context_positions", context_positions, context, 0)
             watched = modules_watched()
             k = project(self.k_proj, context, watched).unflatten(-1, (-1, self.sizes.D))
             v = project(self.v_proj, context, watched).unflatten(-1, (-1, self.sizes.V))
             return ContextCache(self._turn(k, self.k_norm, where), steps.split(v), self.sizes)
-        if dtype is not None:
+        if isinstance(dtype, torch.dtype):
             check_floating("dtype=", dtype)
         made = next((p for p in (*self.k_proj.parameters(), *self.parameters()) if p.dtype.is_floating_point), None)
         if made is not None:  # a quantised layer may have none: then torch's defaults
@@ -424,9 +424,23 @@ class MultiHeadAttention(nn.Module):
             t = tap(name, t)
         return t
 
-    def _positions(self, name: str, given: Tensor | None, x: Tensor, first: int | Tensor) -> Tensor | None:
-        """Where the tokens of `x` stand, (N,) or (B, N), as given or counted on from `first`; None without RoPE."""
+    def _where(self, name: str, given: Tensor | None, x: Tensor, first: int | Tensor) -> Where:
+        """Where the tokens of `x` stand, as given or counted on from `first`; None without RoPE.
+
+        As the cosines and sines of their angles, once for q and k, and where they are counted once for all layers with
+        the same RoPE; as positions, (N,) or (B, N), for a RoPE of somebody else's.
+        """
         check_positions(name, given, x)
-        if self.rope is None or given is not None:
+        rope, N = self.rope, x.shape[1]
+        if rope is None:
             return given
-        return torch.arange(x.shape[1], device=x.device) + (first[:, None] if isinstance(first, Tensor) else first)
+        own = type(rope) is RoPE and not eligible.followed()
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if own and given is None and isinstance(first, int):
+            table = rope.table(self.sizes.D, first + N, x.device, dtype)
+            if table is not None:
+                return table[0][first : first + N], table[1][first : first + N]
+        if given is None:
+            given = torch.arange(N, device=x.device) + (first[:, None] if isinstance(first, Tensor) else first)
+        fits = given.shape[-1:] == (N,)  # what does not is refused where it is used
+        return rope.cos_sin(self.sizes.D, given, dtype=dtype) if own and fits else given

@@ -1,0 +1,59 @@
+#include "python/reading.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cmath>
+
+namespace nb = nanobind;
+
+namespace multihead {
+nb::object attribute(nb::handle object, const Name& name) {
+  PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (!found) throw nb::python_error();
+  return nb::steal(found);
+}
+
+bool number(Reader& reader, nb::handle given, const char* name, double& to) {
+  const bool integer = PyLong_Check(given.ptr()) && !PyBool_Check(given.ptr());
+  if (!integer && !PyFloat_Check(given.ptr())) return reader.refuse(std::string(name) + " is not a number");
+  to = PyFloat_AsDouble(given.ptr());
+  if (to == -1 && PyErr_Occurred()) throw nb::python_error();
+  return std::isfinite(to) || reader.refuse(std::string(name) + " is not finite");
+}
+
+bool options(Reader& reader, nb::handle scale, nb::handle softcap, const index D, Plan& plan) {
+  plan.scale = std::pow(static_cast<double>(D), -0.5);
+  if (!scale.is_none() && !number(reader, scale, "scale", plan.scale)) return false;
+  if (softcap.is_none()) return true;
+  if (!number(reader, softcap, "softcap", plan.softcap)) return false;
+  return plan.softcap > 0 || reader.refuse("softcap is not above 0");
+}
+
+bool sinks(Reader& reader, nb::handle given, Plan& plan) {
+  if (given.is_none()) return true;
+  Tensor t;
+  if (!reader.floating(given, "sinks", wide(plan.type), t)) return false;
+  if (t.axes != 1 || t.shape[0] != plan.sizes.H) return reader.refuse("sinks are not one number for each head");
+  const nb::object kept = reader.kept.back();
+  if (!t.contiguous_from(0) && !reader.rows(kept, "sinks", t)) return false;
+  plan.sinks = t.data;
+  return true;
+}
+
+bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, Projection& to, Tensor& matrix) {
+  Tensor shift;
+  if (!reader.tensor(weight, "a projection's weight", matrix)) return false;
+  if (!multiplied(matrix.number) || matrix.axes != 2 || matrix.shape[1] != inputs || matrix.count() < 1 ||
+      !matrix.contiguous_from(1))
+    return reader.refuse("a projection's weight is not rows of float32, bfloat16 or float16 that fit");
+  to = {matrix.data, matrix.strides[0], nullptr};
+  if (!bias) return true;
+  if (!reader.tensor(bias, "a projection's bias", shift)) return false;
+  if (shift.number != matrix.number || shift.axes != 1 || shift.shape[0] != matrix.shape[0] ||
+      !shift.contiguous_from(0))
+    return reader.refuse("a projection's bias is not numbers of the weight's dtype that fit, one behind the other");
+  to.bias = shift.data;
+  return true;
+}
+
+}  // namespace multihead
