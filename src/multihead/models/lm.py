@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy
 
+from multihead.attention import modules_watched
 from multihead.cache import Cache
+from multihead.kernel.linear import linear
 from multihead.masks import Causal
 from multihead.models import induction, sampling
 from multihead.models.blocks import Given, Stack
@@ -67,7 +69,8 @@ class LanguageModel(Stack):
 
     def forward(self, tokens: Tensor, caches: Sequence[Cache] | None = None, mask: Given = "own") -> Tensor:
         """For each token, the logits of the one that follows: (B, N) integers → (B, N, vocabulary)."""
-        return linear(self.contextualise(tokens, caches, mask), self.embedding.weight)
+        x = self.contextualise(tokens, caches, mask)
+        return linear(x, self.embedding.weight, None, modules_watched())
 
     def loss(self, tokens: Tensor) -> Tensor:
         """The mean of −ln p of each token of (B, N) but the first."""
