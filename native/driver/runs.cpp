@@ -159,15 +159,9 @@ class Attention {
   }
 
   void look_at(const std::string& name, const std::vector<index>& shape) {
-<<<<<<< HEAD
     Recompute recompute;
     recompute.plan = scores();
     recompute.plan.given = state();
-=======
-    Recompute looking;
-    looking.plan = scores();
-    looking.plan.given = state();
->>>>>>> f31599d (The layer with RoPE, QK-norm and cache is one native call in inference, over caches of float32, bfloat16 or int8, and threads that come late are not waited for: a token should cost what its memory traffic costs)
     void* to = into(name, wide, shape);
     if (name == "weights") {
       std::memset(to, 0, results.at(name).bytes());
