@@ -1,6 +1,7 @@
-"""Who may import whom: nothing imports upwards, and `import multihead` needs no optional dependency."""
+"""Who may import whom, how long a file and a list of parameters may be, and that cited files are there."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -10,6 +11,7 @@ import pytest
 
 import multihead
 
+ROOT = Path(__file__).parent.parent
 SOURCE = Path(multihead.__file__).parent
 
 # A room may import from the rooms above it, and its own files from each other, without a circle.
@@ -153,3 +155,92 @@ def test_every_public_name_is_found_where_it_is_said_to_live() -> None:
     assert set(multihead.__all__) <= set(dir(multihead))
     with pytest.raises(AttributeError, match="no attribute 'attendd'"):
         _ = multihead.attendd
+
+
+MOST_PARAMETERS, MOST_LINES = 8, 400
+SIGNED_BY_OTHERS = {  # file: functions whose parameters are not ours to choose
+    "cli.py": {"show", "shapes", "doctor", "train", "explore"},  # typer's: each is an option of the command line
+    "kernel/operators.py": {"attend_op", "backward_op", "_"},  # torch's: an operator takes no struct
+    "hf/masks.py": {"mask"},  # transformers' mask interface
+}
+
+
+def long_lists(source: str) -> list[str]:
+    """Functions of a Python file with too many parameters that may be given by position, `self` aside."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+            if len(names) - (names[:1] in (["self"], ["cls"])) > MOST_PARAMETERS:
+                found.append(getattr(node, "name", "lambda"))
+    return found
+
+
+NO_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+DECLARED = re.compile(
+    r"(?:const\s+)?[\w:]+(?:\s*<.*>)?(?:\s*[*&]+\s*|\s+)(?:const\s+)?\w+(?:\[\w*\])?(?:\s*=.*)?", re.DOTALL
+)
+
+
+def long_lists_in_cpp(source: str) -> list[str]:
+    """The same for C++: names before a parenthesis whose parts, too many, all read as `type name`."""
+    source, found = NO_CODE.sub(" ", source), []
+    for opening in re.finditer(r"(\w+)\s*\(", source):
+        depth, parts = 0, [""]
+        for character in source[opening.end() :]:
+            if character == ")" and not depth:
+                break
+            depth += (character in "([{<") - (character in ")]}>")
+            if character == "," and not depth:
+                parts.append("")
+            else:
+                parts[-1] += character
+        if len(parts) > MOST_PARAMETERS and all(DECLARED.fullmatch(part.strip()) for part in parts):
+            found.append(opening[1])
+    return found
+
+
+def test_more_than_eight_parameters_are_a_struct_that_has_no_name_yet() -> None:
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        assert not set(long_lists(path.read_text())) - SIGNED_BY_OTHERS.get(name, set()), name
+
+
+def test_the_counting_of_parameters_finds_what_it_should() -> None:
+    nine = ", ".join("abcdefghi")
+    assert long_lists(f"def f({nine}): ...") == ["f"]
+    assert long_lists(f"class C:\n def f(self, {nine[:-3]}): ...\n def g(a, *, {nine[3:]}): ...") == []
+    typed = "const T* a, index b, View c = {}, std::vector<int> d, std::map<int, int>& e, int f, int g, F (h), int i"
+    assert long_lists_in_cpp(f"void f({typed.replace('(h)', 'h')}) {{}}") == ["f"]
+    assert long_lists_in_cpp(f"f({nine}); g(int a, int b);  // void h({typed})") == []
+
+
+LONG = [
+    path
+    for folder, kinds in (("src", (".py", ".js", ".css")), ("native", (".cpp", ".h", ".inl")), ("benchmarks", (".py",)))
+    for path in sorted((ROOT / folder).rglob("*.*"))
+    if path.suffix in kinds and len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES
+]
+
+
+@pytest.mark.parametrize("path", LONG, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_long_file_says_why(path: Path) -> None:
+    assert "Longer than other files because" in path.read_text(encoding="utf-8")[:1500]
+
+
+CITED = re.compile(
+    r"`(?:src/multihead/|multihead/)?((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|h|inl|toml|js|css|md|txt))(?::\w+)?`"
+)
+MADE_UP = {"ten.py", "FILE.py", "attention.py", "file.py", "wire.js"}  # in examples: the reader's own
+
+
+def test_cited_files_are_there() -> None:
+    """What documents, docstrings and comments call by name in backquotes, from the root, their folder or the package."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    ends = {"/".join(path.split("/")[n:]) for path in tracked for n in range(path.count("/") + 1)}
+    for path in tracked:
+        if path.endswith((".md", ".py", ".cpp", ".h", ".inl", ".js")) and path != "CHANGELOG.md":
+            for cited in CITED.findall((ROOT / path).read_text(encoding="utf-8")):
+                assert cited in ends or cited in MADE_UP, f"{path} cites {cited}"

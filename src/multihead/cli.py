@@ -1,4 +1,7 @@
-"""The command line: `multihead show | explore | shapes | doctor | bench | train | info`."""
+"""The command line: `multihead show | explore | shapes | doctor | bench | train | info`.
+
+Longer than other files because every option is explained where it is given.
+"""
 
 import os
 import platform

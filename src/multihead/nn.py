@@ -2,6 +2,8 @@
 
 Everything here keeps torch's meanings: True in a bool mask hides, `is_causal` counts from the left, batches come
 second unless `batch_first`. What is different on purpose is listed, with a test for each line, in docs/nn.md.
+
+Longer than other files because torch's class has two ways in, each with all of its arguments.
 """
 
 from dataclasses import dataclass, field

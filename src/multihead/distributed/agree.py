@@ -55,10 +55,18 @@ class Agreed:
 
 
 def agree(
-    wire: Wire, what: str, queries: int, keys: int, sizes: dict[str, int], dtype: torch.dtype, same: Mapping[str,
-        object],
-    device: torch.device, seed: int = 0, slices: bool = True,
-) -> Agreed:  # fmt: skip
+    wire: Wire,
+    what: str,
+    queries: int,
+    keys: int,
+    sizes: dict[str, int],
+    same: Mapping[str, object],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    slices: bool = True,
+) -> Agreed:
     """Exchange headers: the lengths of all slices, or an error that names the rank that stands out.
 
     Args:
@@ -67,8 +75,8 @@ def agree(
         queries: the length of this rank's slice of x.
         keys: the length of this rank's slice of the keys.
         sizes: the sizes that must be the same, by their letters; at most six.
-        dtype: of q.
         same: what else must be the same, by name: the mask, and the options.
+        dtype: of q.
         device: where the header travels.
         seed: for dropout; that of the first rank is taken.
         slices: whether the lengths may differ.

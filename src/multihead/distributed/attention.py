@@ -74,7 +74,7 @@ def attend_slices(
     if sharding.method == "ring":
         return RingAttention.apply(q, k, v, sinks, bias, Ring(wire, made, call))
     run = ulysses_attention if sharding.method == "ulysses" else gather_attention
-    return run(q, k, v, sinks, bias, wire, call, agreed.queries, agreed.keys)
+    return run(call, wire, agreed, q, k, v, sinks, bias)
 
 
 def attend(
@@ -117,8 +117,7 @@ def attend(
     given = [t for t in (q, k, v, sinks, bias) if t is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     same = {"mask": seen, "options": (options, sinks is None, bias is None), "gradient": grad}
-    agreed = agree(
-        sharding.wire, method, n, m, {"B": B, "H": H, "G": G, "D": D, "V": V}, q.dtype, same, q.device,
-        draw_seed(dropout),
-    )  # fmt: skip
+    sizes = {"B": B, "H": H, "G": G, "D": D, "V": V}
+    seed = draw_seed(dropout)
+    agreed = agree(sharding.wire, method, n, m, sizes, same, dtype=q.dtype, device=q.device, seed=seed)
     return attend_slices(sharding, agreed, q, k, v, seen, sinks=sinks, bias=bias, backend=backend, **options)

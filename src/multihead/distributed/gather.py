@@ -5,6 +5,7 @@ The simplest method, with the fewest messages. Memory for keys and values is tha
 
 from torch import Tensor
 
+from multihead.distributed.agree import Agreed
 from multihead.distributed.exchange import ToHeads
 from multihead.distributed.partial import Call, cut_bias
 from multihead.distributed.schedule import slices
@@ -13,12 +14,11 @@ from multihead.distributed.wire import Wire
 
 
 def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, wire: Wire, call: Call,
-    queries: tuple[int, ...], keys: tuple[int, ...],
-) -> Tensor:  # fmt: skip
+    call: Call, wire: Wire, agreed: Agreed, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """Out (B,H,n,V) of this rank's slice."""
-    mine, parts = slices(queries)[wire.rank], slices(keys)
+    mine, parts = slices(agreed.queries)[wire.rank], slices(agreed.keys)
     everything = ((0, k.shape[1]),) * wire.size
     k_all, v_all = (ToHeads.apply(t, wire, parts, everything) for t in (k, v))  # (B, G, K, ·)
-    my_bias = cut_bias(call, bias, mine, (0, sum(keys)))
+    my_bias = cut_bias(call, bias, mine, (0, sum(agreed.keys)))
     return attend_all(call, q, k_all, v_all, sinks, my_bias, mine)

@@ -56,8 +56,8 @@ class HeadsSharded(MultiHeadAttention):
         grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         same = {"mask": as_mask(call.mask), "options": options, "gradient": grad}
         sizes = {"B": x.shape[0] if x.dim() == 3 else 1, "H": s.H, "G": s.G, "D": s.D, "V": s.V}
-        seed = draw_seed(dropout)
-        self.seed = agree(wire, "heads", x.shape[-2], m, sizes, x.dtype, same, x.device, seed, slices=False).seed
+        where: dict[str, Any] = {"dtype": x.dtype, "device": x.device, "seed": draw_seed(dropout)}
+        self.seed = agree(wire, "heads", x.shape[-2], m, sizes, same, **where, slices=False).seed
         if torch.is_grad_enabled():
             x = ToRanks.apply(x, wire)
             context, values = (None if t is None else ToRanks.apply(t, wire) for t in (context, values))

@@ -105,7 +105,7 @@ def _in_whole_terms(state: State, model: PreTrainedModel, given: dict[str, Any],
     same = {"attention_mask": mask is None, "training": model.training, "gradient": torch.is_grad_enabled()}
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     method = f"{state.sharding.method}, {type(model).__name__}"
-    state.agreed = agree(wire, method, n, n, {"B": B}, dtype, same, tokens.device, draw_seed(dropout))
+    state.agreed = agree(wire, method, n, n, {"B": B}, same, dtype=dtype, device=tokens.device, seed=draw_seed(dropout))
     if 0 in state.agreed.queries:
         empty = wire.name(state.agreed.queries.index(0))
         raise ValueError(f"{empty} has no tokens: a model of transformers expects at least one on each rank")

@@ -111,8 +111,8 @@ class SequenceSharded(MultiHeadAttention):
         method = "decode" if decoding else self.sharding.method
         sizes = {"B": rows, **heads, "D": s.D, "V": s.V}
         dtype = x.dtype if x.dtype.is_floating_point else torch.float32
-        wire = self.sharding.wire
-        return agree(wire, method, n, m, sizes, dtype, same, x.device, draw_seed(dropout), slices)
+        where: dict[str, Any] = {"dtype": dtype, "device": x.device, "seed": draw_seed(dropout)}
+        return agree(self.sharding.wire, method, n, m, sizes, same, **where, slices=slices)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, **options: Any) -> Tensor:  # type: ignore[override]
         """Steps 3 and 4 over all slices."""

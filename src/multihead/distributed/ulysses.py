@@ -6,6 +6,7 @@ Jacobs et al. 2023 (arXiv:2309.14509). Key/value heads fewer than ranks go to ev
 from torch import Tensor
 
 from multihead.attention import attend
+from multihead.distributed.agree import Agreed
 from multihead.distributed.blocks import cut, cut_scores, narrow
 from multihead.distributed.exchange import ToHeads, ToSlices
 from multihead.distributed.partial import Call, at_head, attend_part
@@ -15,17 +16,16 @@ from multihead.distributed.wire import Wire
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, wire: Wire, call: Call,
-    queries: tuple[int, ...], keys: tuple[int, ...],
-) -> Tensor:  # fmt: skip
+    call: Call, wire: Wire, agreed: Agreed, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """Out (B,H,n,V) of this rank's slice."""
     if call.local_rows is not None:
         raise ValueError(
             f"bias has rows for this rank's queries only, and method='ulysses' attends to all of them for some heads: "
-            f"expected a bias with rows for all Q={sum(queries)} queries, or method='ring' or 'gather'"
+            f"expected a bias with rows for all Q={sum(agreed.queries)} queries, or method='ring' or 'gather'"
         )
     query_heads, kv_heads = split_heads(q.shape[1], k.shape[1], wire.size)
-    query_parts, key_parts = slices(queries), slices(keys)
+    query_parts, key_parts = slices(agreed.queries), slices(agreed.keys)
     mine = query_heads[wire.rank]
     q_all = ToHeads.apply(q, wire, query_parts, query_heads)  # (B, h, Q, D)
     k_all, v_all = (ToHeads.apply(t, wire, key_parts, kv_heads) for t in (k, v))  # (B, g, K, ·)

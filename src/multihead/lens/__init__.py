@@ -1,6 +1,8 @@
 """The lens: exact attention weights, and what they add up to, on demand and in O(N) memory.
 
 With q, k and the log-sum-exp any weight is exp(q·k·scale − lse), so nothing needs the (Q, K) matrix but `weights`.
+
+Longer than other files because every question to a lens has its shapes and an example beside it.
 """
 
 from collections.abc import Iterator
