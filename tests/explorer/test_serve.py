@@ -170,5 +170,5 @@ def test_explore_serves_a_layer_and_closes() -> None:
     assert running.url in repr(running)
     began = time.monotonic()
     running.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # it does not hang
     assert "closed" in repr(running)

@@ -104,26 +104,28 @@ def test_a_stop_leaves_no_trace(tmp_path: Path, interruptible: None) -> None:
 
 
 KILLED = """
-import sys, time
+import sys
 from multihead.models.training import train
 from tests.models.test_training import SHORT, learner
 model, loss = learner()
-train(model, lambda generator: time.sleep(0.2) or loss(generator), SHORT, sys.argv[1], save_every=4)
+steps = iter(range(6))
+train(model, lambda generator: loss(generator) if next(steps, None) is not None else sys.stdin.read(), SHORT, sys.argv[1], save_every=4)
 """
 SHORT = Recipe(steps=30, rows=16, warmup=5)
 
 
 def test_a_kill_leaves_no_trace(tmp_path: Path) -> None:
     checkpoint = tmp_path / "c"
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(checkpoint)], env=os.environ | {"PYTHONPATH": "."})
+    command = [sys.executable, "-c", KILLED, str(checkpoint)]  # waits for its input in the seventh step
+    killed = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": "."})
     deadline = time.monotonic() + 120
     while not checkpoint.exists():
         assert killed.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     killed.kill()
-    killed.wait()
-    assert 0 < torch.load(checkpoint)["step"] < 30
+    killed.communicate()
+    assert torch.load(checkpoint)["step"] == 4
     resumed, loss = learner(seed=5)
     train(resumed, loss, SHORT, checkpoint)
     straight, loss = learner()
