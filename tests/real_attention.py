@@ -1,11 +1,13 @@
 """Attention as other libraries have it, from tiny random configurations: its state dict, and what it computes."""
 
 import importlib
-import importlib.util
+import importlib.abc
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,20 +22,41 @@ GROUPED = MODEL | {"num_key_value_heads": G}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def make_torchvision_importable() -> None:
-    """A build of torchvision for another torch lacks the operators that its Python half registers for: define them."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return
-    try:
-        for library in Path(spec.origin).parent.glob("_C*.so"):
-            torch.ops.load_library(library)
-    except OSError:
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou) -> Tensor")
+class Anything(type):
+    """A class of which every name is one too, which takes any arguments and, called, gives the first of them back."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {"__init__": lambda self, *_, **__: None, "__call__": lambda self, given: given})
 
 
-make_torchvision_importable()
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """For what a library imports and the attention in it does not use.
+
+    torchvision fits one build of torch only and, where it does not, keeps transformers from being imported; numba comes
+    with a compiler.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __enter__(self) -> None:
+        self.before = set(sys.modules)
+        sys.meta_path.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+        for name in set(sys.modules) - self.before:
+            if name.partition(".")[0] in self.names and isinstance(sys.modules[name].__loader__, StandIn):
+                del sys.modules[name]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__version__ = "0"  # type: ignore[attr-defined]
+        module.__getattr__ = lambda name: getattr(Anything("stand-in", (), {}), name)  # type: ignore[method-assign]
 
 
 @dataclass
@@ -181,9 +204,9 @@ def timm(qkv_bias: bool) -> Callable[[], Real]:
 
 
 def timm_module(name: str) -> Any:
-    """A module of timm, which needs a torchvision."""
-    pytest.importorskip("torchvision", reason="timm is optional, and needs torchvision")
-    return pytest.importorskip(f"timm.{name}", reason="timm is optional", exc_type=ImportError)
+    """A module of timm."""
+    with StandIn("torchvision"):
+        return pytest.importorskip(f"timm.{name}", reason="timm is optional", exc_type=ImportError)
 
 
 def keras(grouped: bool) -> Callable[[], Real]:

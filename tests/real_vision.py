@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.positions import SwinBias, T5Bias
-from tests.real_attention import CAUSAL, B, E, G, H, N, Real, hf, randomised, timm_module
+from tests.real_attention import CAUSAL, B, E, G, H, N, Real, StandIn, hf, randomised, timm_module
 
 CONTEXT = torch.linspace(-1, 1, B * 7 * E).sin().view(B, 7, E)
 
@@ -92,16 +92,22 @@ def gpt_bigcode(multi_query: bool) -> Callable[[], Real]:
     return build
 
 
+def segment_anything(name: str) -> Any:
+    with StandIn("torchvision"):
+        reason = "segment-anything is optional"
+        return pytest.importorskip(f"segment_anything.modeling.{name}", reason=reason, exc_type=ImportError)
+
+
 def sam_decoder() -> Real:
     """Half as wide inside, and across to a context."""
-    modeling = pytest.importorskip("segment_anything.modeling.transformer", exc_type=ImportError)
+    modeling = segment_anything("transformer")
     module = randomised(modeling.Attention(E, H, downsample_rate=2))
     return Real(module.state_dict(), lambda x: module(x, CONTEXT, CONTEXT), {"context": CONTEXT})
 
 
 def sam_encoder() -> Real:
     """Its position terms depend on q: theirs are added to scores of 0 to make a bias."""
-    modeling = pytest.importorskip("segment_anything.modeling.image_encoder", exc_type=ImportError)
+    modeling = segment_anything("image_encoder")
     module = randomised(modeling.Attention(E, H, use_rel_pos=True, input_size=(N, 1)))
     call: dict[str, Any] = {}
 
@@ -116,7 +122,8 @@ def sam_encoder() -> Real:
 
 
 def openai_whisper() -> Real:
-    whisper = pytest.importorskip("whisper.model", reason="openai-whisper is optional", exc_type=ImportError)
+    with StandIn("numba", "tiktoken", "more_itertools"):
+        whisper = pytest.importorskip("whisper.model", reason="openai-whisper is optional", exc_type=ImportError)
     module = randomised(whisper.MultiHeadAttention(E, H))
     return Real(module.state_dict(), lambda x: module(x)[0])
 

@@ -2,6 +2,8 @@
 
 Keys lie in order from the start of the buffer, never wrapped around, so that what a query may see stays one interval.
 Rows of a batch may have different lengths.
+
+Longer than other files because growing, fixed and sliding caches share one buffer.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,6 +4,8 @@ RoPE turns q and k by an angle that grows with position, before step 3. ALiBi, T
 step 3 adds to the scores. As everywhere, query q stands at position i = q + (keys − queries): the last query stands
 at the last key. No module here keeps a buffer or branches on a tensor's values, so that all of it compiles, exports,
 and runs on any device, `meta` included. N is Q or K: RoPE treats q and k alike.
+
+Longer than other files because each way of saying a position has its arguments and an example beside it.
 """
 
 import math
