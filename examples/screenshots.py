@@ -27,6 +27,7 @@ PICTURES = [
     ("mask", 1280, 900, "light", "model=lm&step=3&mask=none", ".cheat"),
     ("heads", 1280, 900, "light", f"model=lm&text={REPEATS}&sort=induction&layer=1&off=1.0&pins=0.0,1.0", ".heads"),
     ("prediction", 1280, 900, "light", f"model=lm&text={REPEATS}&layer=1&off=1.0", ".predict"),
+    ("learn", 1280, 700, "light", "lesson=width", None),
     ("picture", 1280, 900, "light", "model=vit&sample=ankle+boot&layer=1&head=1&at=query.18", ".input"),
 ]
 
@@ -46,7 +47,7 @@ def main(folder: Path) -> None:
             )
             page = context.new_page()
             page.goto(f"{running.url}#{state}")
-            page.wait_for_selector(".strip button[aria-current]")
+            page.wait_for_selector(".strip button[aria-current]", state="attached")
             page.wait_for_load_state("networkidle")
             page.wait_for_timeout(500)
             path = folder / f"{name}.png"

@@ -60,7 +60,7 @@ class Explorer:
         if self.page.url.split("#")[0] == address.split("#")[0]:
             self.page.goto("about:blank")
         self.page.goto(address)
-        self.page.wait_for_selector(".strip button[aria-current]", timeout=20_000)
+        self.page.wait_for_selector(".strip button[aria-current]", state="attached", timeout=30_000)
         return self.settle()
 
     def settle(self) -> "Explorer":

@@ -5,6 +5,7 @@ import { createAsk } from "./ask.js";
 import { eachFrame, el, segmented } from "./dom.js";
 import { createHeads } from "./heads.js";
 import { createInput, inputState } from "./input.js";
+import { createLearn } from "./learn.js";
 import { createMap } from "./map.js";
 import { createMaskEditor } from "./mask_editor.js";
 import { createNumber } from "./number.js";
@@ -44,19 +45,22 @@ export function openPage(root) {
   const map = createMap(app);
   const views = segmented("View", [["steps", "The seven steps"], ["map", "Map of the weights"]], (value) => store.set({ view: value }, { push: true }));
   views.node.classList.add("views");
-  const share = createShare(app, () => stage.node);
+  const learn = createLearn(app);
+  const share = createShare(app, () => (store.get().lesson ? learn.node : stage.node));
   const theme = el("button", { type: "button", id: "theme", onclick: () => store.set({ theme: app.theme() === "dark" ? "light" : "dark" }) });
   const trouble = createTrouble(app);
+  const keys = el("p", { class: "hint" });
   const provisional = el("p", { class: "hint provisional", role: "status" });
   root.replaceChildren(
     el("a", { class: "skip", href: "#stage", text: "To the stage", onclick: (/** @type {Event} */ event) => {
       event.preventDefault();
-      /** @type {HTMLElement} */ (stage.node.querySelector("canvas[tabindex]")).focus();
+      /** @type {HTMLElement} */ (store.get().lesson ? learn.node.querySelector("h2") : stage.node.querySelector("canvas[tabindex]")).focus();
     } }),
-    el("header", { class: "top" }, el("h1", {}, "multihead ", el("span", { text: "explorer" })), el("p", { class: "lede", text: "Multi-head attention in seven steps. Every number can be asked where it came from." }), el("div", { class: "top-tools" }, theme, share.button)),
+    el("header", { class: "top" }, el("h1", {}, "multihead ", el("span", { text: "explorer" })), el("p", { class: "lede", text: "Multi-head attention in seven steps. Every number can be asked where it came from." }), el("div", { class: "top-tools" }, learn.button, theme, share.button)),
     share.panel, trouble.node,
-    el("main", {}, input.node, mask.panel, mask.cheat, views.node, map.node, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
-    el("footer", {}, el("p", { class: "hint", text: "Keys: ← and → walk the steps, arrow keys move inside a picture, Enter locks, Esc frees." })),
+    el("main", { id: "explore" }, input.node, mask.panel, mask.cheat, views.node, map.node, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
+    learn.node,
+    el("footer", {}, keys),
     live, table.node);
 
   const light = () => {
@@ -78,21 +82,28 @@ export function openPage(root) {
     theme.setAttribute("aria-label", app.theme() === "dark" ? "Light theme" : "Dark theme");
   }
 
+  /** The lessons, or the page itself. */
+  function room() {
+    learn.update();
+    keys.textContent = store.get().lesson ? "Keys: Tab goes from one thing to the next, Enter checks an answer, Esc leaves the lessons." : "Keys: ← and → walk the steps, arrow keys move inside a picture, Enter locks, Esc frees.";
+    /** @type {HTMLElement} */ (root.querySelector("#explore")).hidden = Boolean(store.get().lesson);
+  }
+
   let walked = false;
   function refresh() {
+    dress();
+    room();
     const mapped = map.shows();
     root.classList.toggle("mapped", mapped);
     root.classList.toggle("long", session.long.get() !== null);
     views.show(mapped ? "map" : "steps");
     if (session.long.get()) {
-      dress();
       input.update();
       map.update();
-      document.title = `Map · ${session.model().name} · multihead`;
+      if (!store.get().lesson) document.title = `Map · ${session.model().name} · multihead`;
       return;
     }
-    if (session.scene.get()?.model !== session.model()) return; // another model was chosen, and its numbers are on their way
-    dress();
+    if (!session.scene.get() || session.scene.get().model !== session.model()) return; // another model was chosen, and its numbers are on their way
     app.dim();
     number.follow(store.get().at);
     input.update();
@@ -107,7 +118,7 @@ export function openPage(root) {
     const scene = session.scene.get();
     const alone = !scene.exact && scene.edited && store.get().layer > 0;
     provisional.textContent = !alone ? "" : start.mode === "file" ? "The change is shown in this layer only: what it does to the layers before needs Python." : "";
-    document.title = `${scene.meta.steps[store.get().step - 1].title} · ${session.model().name} · multihead`;
+    if (!store.get().lesson) document.title = `${scene.meta.steps[store.get().step - 1].title} · ${session.model().name} · multihead`;
   }
   const soon = eachFrame(refresh);
 
@@ -148,13 +159,14 @@ export function openPage(root) {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
       if (!share.panel.hidden) share.close();
+      else if (store.get().lesson) store.set({ lesson: "" }, { push: true });
       else if (store.get().at) app.free();
       else if (!mask.panel.hidden) mask.open(false);
       else stage.player.finish();
       app.hover.set(null);
     }
     const loose = document.activeElement === document.body || document.activeElement === null;
-    if (loose && !event.altKey && !event.ctrlKey && !event.metaKey && (event.key === "ArrowLeft" || event.key === "ArrowRight")) {
+    if (loose && !store.get().lesson && !event.altKey && !event.ctrlKey && !event.metaKey && (event.key === "ArrowLeft" || event.key === "ArrowRight")) {
       event.preventDefault();
       strip.go(store.get().step + (event.key === "ArrowRight" ? 1 : -1));
     }
@@ -168,6 +180,7 @@ export function openPage(root) {
 
   async function begin() {
     dress();
+    room();
     try {
       const first = await session.begin();
       const state = store.get();
@@ -187,7 +200,7 @@ export function openPage(root) {
   }
   trouble.retry = () => (session.models.length ? session.load() : begin());
   begin();
-  return { app, stage, mask, input, map };
+  return { app, stage, mask, input, map, learn };
 }
 
 /** What went wrong, in words, with what to do. @param {any} app */

@@ -10,6 +10,7 @@ export const DEFAULTS = {
   pixels: "", // a picture of one's own, as Python gave it back
   packed: "", // a picture that is too large for the address, as it travels in it
   ids: "", // "0,12,7": tokens by number, once one was taken
+  lesson: "", // which one is open; "": none
   step: 3,
   head: 0,
   at: "", // what is locked: "weights.2.5.1", "query.5" or "key.5"
