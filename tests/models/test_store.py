@@ -25,7 +25,20 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_package_is_small_enough() -> None:
-    assert sum(file.stat().st_size for file in store.TRAINED.rglob("*") if file.is_file()) < 25_000_000
+    assert sum(file.stat().st_size for file in store.TRAINED.rglob("*") if file.is_file()) < 4_000_000
+
+
+def test_a_small_file_is_off_by_half_a_level_of_each_row(tmp_path: Path) -> None:
+    model = VisionTransformer(["ä", "b"], 16, 2, 1, 8, 4)
+    mh.models.save(model, tmp_path / "m.safetensors", small=True)
+    again = mh.models.load(tmp_path / "m.safetensors").state_dict()
+    for name, t in model.state_dict().items():
+        if t.ndim != 2:
+            assert torch.equal(t, again[name]), name
+            continue
+        level = t.abs().amax(1, keepdim=True) / 31
+        assert ((t - again[name]).abs() <= 0.5 * level + 2**-10 * 31 * level).all(), name  # and a scale's rounding
+        assert len(again[name].unique()) > 8, name
 
 
 @pytest.mark.parametrize(
@@ -68,6 +81,11 @@ def damaged(part: str, folder: Path) -> Path:
         save_file({name: t for name, t in tensors.items() if name != "class_token"}, file, metadata=settings)
     elif part == "other shape":
         save_file(tensors | {"class_token": torch.zeros(3)}, file, metadata=settings)
+    elif part == "no scales":
+        save_file({name: t for name, t in tensors.items() if not name.endswith(".scales")}, file, metadata=settings)
+    elif part == "other scales":
+        odd = {name: t[:3] if name.endswith(".scales") else t for name, t in tensors.items()}
+        save_file(odd, file, metadata=settings)
     elif part == "not finite":
         save_file(tensors | {"class_token": torch.full((64,), torch.nan)}, file, metadata=settings)
     return file
@@ -87,6 +105,8 @@ def damaged(part: str, folder: Path) -> Path:
         ("tokenizer", "is not a model of `multihead train`"),
         ("missing tensor", "has weights that do not fit its settings: .*class_token"),
         ("other shape", "has weights that do not fit its settings: .*class_token"),
+        ("no scales", "has weights that do not fit its settings: .*int8 and has no .scales"),
+        ("other scales", "has weights that do not fit its settings"),
         ("not finite", "class_token holds numbers that are not finite"),
     ],
 )
