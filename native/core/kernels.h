@@ -58,6 +58,16 @@ struct Heads {
   View scales;  // (B, heads, rows) floats, where `to` is of i8: a row is its numbers times its scale
 };
 
+// act(gate) * up, row by row; `to` may be `gate`.
+struct Gates {
+  const void *gate, *up;
+  index row;  // numbers from one row of both to the next
+  void* to;
+  index to_row, width;
+  Type type;
+  bool tanh;  // GELU by tanh instead of SiLU
+};
+
 // Filled by name: see kernel/kernels.inl.
 struct Kernels {
   index lanes = 0;                      // query rows side by side in vectors
@@ -78,6 +88,8 @@ struct Kernels {
   // Tokens [from, to), of which b * N + n is token n of batch row b. Scratch for `width` floats; not in the table of
   // f64.
   void (*prepare_heads)(const Heads&, index from, index to, void* scratch);
+  // Scratch for twice `width` floats, rounded up to whole vectors; not in the table of f64.
+  void (*gate_rows)(const Gates&, index from, index to, void* scratch);
   // Outputs [first, last) of a few rows, whose y lie one behind the other in one head, or of `lanes` rows from `row`
   // on. `packed`: the call before, in the same scratch, was of the same rows of x.
   index (*linear_few_scratch)(const Linear&);

@@ -5,6 +5,7 @@
 #include "kernel/backward_keys.inl"
 #include "kernel/few.inl"
 #include "kernel/forward.inl"
+#include "kernel/gates.inl"
 #include "kernel/heads.inl"
 #include "kernel/linear_block.inl"
 #include "kernel/linear_few.inl"
@@ -46,6 +47,7 @@ constexpr Kernels make_kernels() {
   k.received_scratch = Received<A>::scratch_bytes;
   k.received = Received<A>::run;
   if constexpr (sizeof(typename A::T) == 4) k.prepare_heads = PrepareHeads<A>::run;
+  if constexpr (sizeof(typename A::T) == 4) k.gate_rows = GateRows<A>::run;
   k.linear_few_scratch = LinearFew<OwnReader<A>>::scratch_bytes;
   k.linear_few = linear_few<A>;
   k.linear_block_scratch = LinearBlock<OwnFactors<A>>::scratch_bytes;

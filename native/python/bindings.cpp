@@ -81,6 +81,7 @@ NB_MODULE(_native, module) {
             return nb::make_tuple(s.B, s.H, s.Q, s.K);
           },
           "B, H, Q, K")
+      .def_prop_ro("kv_heads", [](const LayerCall& call) { return call.layer.plan.sizes.G; })
       .def_prop_ro("outputs", [](const LayerCall& call) { return call.layer.outputs; })
       .def(
           "rotate",
@@ -109,6 +110,11 @@ NB_MODULE(_native, module) {
            "The keys and values to be attended to, of which no new ones are made.")
       .def("see", [](LayerCall& call, nb::handle visible) { return see(call.layer.plan, call.kept, visible); })
       .def("run", run_whole_layer, nb::arg("y"), nb::arg("threads"), nb::arg("isa") = "");
+  nb::class_<FeedForwardCall>(module, "FeedForward", "A call of a gated feed-forward part, read and kept alive.")
+      .def_prop_ro("rows", [](const FeedForwardCall& call) { return call.mlp.rows; })
+      .def_prop_ro("width", [](const FeedForwardCall& call) { return call.mlp.width; })
+      .def_prop_ro("outputs", [](const FeedForwardCall& call) { return call.mlp.outputs; })
+      .def("run", run_feed_forward, nb::arg("y"), nb::arg("middle"), nb::arg("threads"), nb::arg("isa") = "");
   nb::class_<LinearCall>(module, "Linear", "A product with the weights of an nn.Linear, read and kept alive.")
       .def_prop_ro("rows", [](const LinearCall& call) { return call.linear.rows; })
       .def_prop_ro("outputs", [](const LinearCall& call) { return call.linear.outputs; })
@@ -124,6 +130,15 @@ NB_MODULE(_native, module) {
              nb::arg("gradients") = false, nb::arg("recalls") = false, "A Layer, or (reason, dispatched).");
   module.def("parts", read_parts, nb::arg("parts"), nb::arg("x").none(), nb::arg("context").none() = nb::none(),
              nb::arg("gradients") = false, "The Layer of any four projections, or (reason, dispatched).");
+  module.def(
+      "feed_forward",
+      [](nb::handle gate, nb::handle up, nb::handle down, bool tanh, nb::handle x, bool gradients) {
+        return read_feed_forward({gate, up, down, tanh}, x, gradients);
+      },
+      nb::arg("gate").none(), nb::arg("up").none(), nb::arg("down").none(), nb::arg("tanh"), nb::arg("x").none(),
+      nb::arg("gradients") = false, "A FeedForward, or (reason, dispatched).");
+  module.def("norm", norm_rows, nb::arg("x").none(), nb::arg("weight").none(), nb::arg("eps"), nb::arg("y"),
+             nb::arg("gradients"), nb::arg("threads"), "RMS norm of x into y: None, or (reason, dispatched).");
   module.def("linear", read_linear, nb::arg("x").none(), nb::arg("weight").none(), nb::arg("bias").none(),
              nb::arg("gradients") = false, "A Linear, or (reason, dispatched).");
   module.def("projection", read_projection, nb::arg("module").none(), nb::arg("x").none(), nb::arg("gradients") = false,

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "python/tensors.h"
-#include "run/layer.h"
+#include "run/mlp.h"
 
 namespace multihead {
 
@@ -44,6 +44,18 @@ struct LinearCall {
   std::vector<nanobind::object> kept;
 };
 
+// The gated feed-forward part.
+struct FeedForwardCall {
+  Mlp mlp;
+  std::vector<nanobind::object> kept;
+};
+
+// Its linears; `up` None: the rows of the gate's weight are the gate's, then up's.
+struct Gated {
+  nanobind::handle gate, up, down;
+  bool tanh;
+};
+
 // Each gives the call, or (reason, dispatched) where it may not go straight to the kernel: see Reason. `gradients`:
 // whether torch records them, so that a tensor that wants one is a reason.
 
@@ -73,6 +85,12 @@ nanobind::object recall(LayerCall& call, nanobind::handle k, nanobind::handle v,
 nanobind::object read_linear(nanobind::handle x, nanobind::handle weight, nanobind::handle bias, bool gradients);
 nanobind::object read_projection(nanobind::handle module, nanobind::handle x, bool gradients, bool called);
 
+nanobind::object read_feed_forward(const Gated& of, nanobind::handle x, bool gradients);
+
+// RMS norm of each row of x into y, or (reason, dispatched).
+nanobind::object norm_rows(nanobind::handle x, nanobind::handle weight, double eps, nanobind::handle y, bool gradients,
+                           int threads);
+
 // What the queries of a call see: an object with start, stop and dense. None, or (reason, dispatched).
 nanobind::object see(Plan& plan, std::vector<nanobind::object>& kept, nanobind::handle visible);
 
@@ -84,6 +102,8 @@ void run_attend(AttentionCall& call, int threads, const std::string& isa, const 
 void run_backward(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
 void run_look(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
 void run_whole_layer(LayerCall& call, nanobind::handle y, int threads, const std::string& isa);
+void run_feed_forward(FeedForwardCall& call, nanobind::handle y, nanobind::handle middle, int threads,
+                      const std::string& isa);
 void run_product(LinearCall& call, nanobind::handle y, int threads, const std::string& isa);
 
 // The dtype of sums: see native/README.md.

@@ -210,6 +210,15 @@ void run_linear(const Linear& linear, const Isa& isa, int threads) {
   run_all(kernels, {products_of({linear}, kernels, threads)}, threads);
 }
 
+void run_pair(const Linear& a, const Linear& b, const Isa& isa, int threads) {
+  const Kernels& kernels = kernels_of(isa, a.x_type, a.type);
+  run_all(kernels, {products_of({a, b}, kernels, threads)}, threads);
+}
+
+void run_heads(const Heads& heads, index tokens, const Isa& isa, int threads) {
+  prepare(isa, {heads}, tokens, threads);
+}
+
 void run_layer(Layer layer, const Isa& isa, int threads) {
   Plan& plan = layer.plan;
   const Sizes& s = plan.sizes;

@@ -39,6 +39,8 @@ struct Layer {
 
 // These throw std::bad_alloc, and nothing else.
 void run_layer(Layer layer, const Isa& isa, int threads);
-void run_linear(const Linear& linear, const Isa& isa, int threads);  // y in one head; not float64
+void run_linear(const Linear& linear, const Isa& isa, int threads);            // y in one head; not float64
+void run_pair(const Linear& a, const Linear& b, const Isa& isa, int threads);  // two products of the same rows
+void run_heads(const Heads& heads, index tokens, const Isa& isa, int threads);
 
 }  // namespace multihead

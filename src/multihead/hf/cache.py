@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 LEAST_ROOM = 64  # tokens
+Shape = tuple[int, int, int]  # B, G, and the width of a head
 
 
 class _InPlace:
@@ -24,9 +25,11 @@ class _InPlace:
 
     keys: Tensor | None
     values: Tensor | None
+    is_initialized: bool
     room: tuple[Tensor, Tensor] | None = None  # (B, G, room, D) and (B, G, room, V)
     first = 0  # where in the room the layer's own tokens start
     kept: tuple[Tensor | None, Tensor | None] = (None, None)  # the very views that `keys` and `values` are
+    record_past = False  # of a sliding layer: whether it keeps what leaves the window
 
     def __copy__(self) -> Any:
         """A copy has the same tokens and no room: two layers must not write behind the same tokens."""
@@ -34,75 +37,98 @@ class _InPlace:
         made.__dict__.update(self.__dict__, room=None, kept=(None, None))
         return made
 
+    @property
+    def held(self) -> int:
+        return 0 if self.keys is None or self.keys.numel() == 0 else self.keys.shape[2]
+
     def own(self) -> bool:
         """Whether `keys` and `values` are what lies in the room: others may have put tensors of theirs in place."""
         return self.room is not None and self.keys is self.kept[0] and self.values is self.kept[1]
 
-    def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Whether tokens can be written in place: torch must not record it, and they must be like those before."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        if type(key_states) is not Tensor or type(value_states) is not Tensor:
-            return False
-        for old, new in ((self.keys, key_states), (self.values, value_states)):
-            if new.dim() != 4 or new.layout is not torch.strided:
-                return False
-            if old is None or old.numel() == 0:
-                continue
-            alike = type(old) is Tensor and old.dtype is new.dtype and old.device == new.device
-            if not alike or old.shape[:2] != new.shape[:2] or old.shape[3] != new.shape[3]:
-                return False
-        return True
-
-    def append(self, key_states: Tensor, value_states: Tensor, held: int, room: int) -> tuple[Tensor, Tensor]:
-        """Write tokens behind the `held` newest and return both; `room`: for how many, where new tensors are made."""
-        new = key_states.shape[2]
-        if not self.writable(held, new):
-            self.move(key_states, value_states, held, room)
+    def reserve(self, new: int, shapes: tuple[Shape, Shape], like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The layer's keys and values with room for `new` tokens of these shapes behind them, who are there when
+        `commit` is told so; None where they cannot be written in place, for torch records it or they are unlike those
+        before.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.record_past or type(like) is not Tensor:
+            return None
+        held = self.held
+        for old, (B, G, width) in zip((self.keys, self.values), shapes) if held else ():
+            assert old is not None
+            if type(old) is not Tensor or old.shape != (B, G, held, width):
+                return None
+            if old.dtype is not like.dtype or old.device != like.device:
+                return None
+        if not self.is_initialized:
+            self.lazy_initialization(like, like)  # type: ignore[attr-defined]
+        if not self.writable(new):
+            self.move(held + new + self.more(held + new), shapes, like)
         assert self.room is not None
-        end = self.first + held
-        for t, states in zip(self.room, (key_states, value_states)):
-            t[:, :, end : end + new] = states
-        keys, values = (t[:, :, self.first : end + new] for t in self.room)
-        return keys, values
+        k, v = self.room
+        return (k[:, :, self.first :], v[:, :, self.first :]) if self.first else (k, v)
 
-    def writable(self, held: int, new: int) -> bool:
+    def writable(self, new: int) -> bool:
         if not self.own():
             return False
         assert self.room is not None
         frozen = self.room[0].is_inference() and not torch.is_inference_mode_enabled()
-        return not frozen and self.first + held + new <= self.room[0].shape[2]
+        return not frozen and self.first + self.held + new <= self.room[0].shape[2]
 
-    def move(self, key_states: Tensor, value_states: Tensor, held: int, room: int) -> None:
-        """Copy the `held` newest tokens to the front of new tensors."""
+    def more(self, needed: int) -> int:
+        """For how many tokens more to make room where there must be new tensors anyway."""
+        return needed // 2
+
+    def move(self, room: int, shapes: tuple[Shape, Shape], like: Tensor) -> None:
+        """Copy what is held to the front of new tensors."""
         made = []
-        for old, states in ((self.keys, key_states), (self.values, value_states)):
-            B, G, _, width = states.shape
-            t = states.new_empty((B, G, max(room, LEAST_ROOM), width))
-            if held:
+        for old, (B, G, width) in zip((self.keys, self.values), shapes):
+            t = like.new_empty((B, G, max(room, LEAST_ROOM), width))
+            if self.held:
                 assert old is not None
-                t[:, :, :held] = old[:, :, old.shape[2] - held :].detach()
+                t[:, :, : self.held] = old.detach()
             made.append(t)
         self.room, self.first = (made[0], made[1]), 0
 
+    def commit(self, new: int) -> tuple[Tensor, Tensor]:
+        """The tokens for whom there was room are there now: all keys and values."""
+        assert self.room is not None
+        k, v = self.room
+        end = self.first + self.held + new
+        keys, values = k[:, :, self.first : end], v[:, :, self.first : end]
+        self.hold(keys, values)
+        return keys, values
+
     def hold(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = self.kept = keys, values
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens behind those that are there: all of them, or None as `reserve`."""
+        for t in (key_states, value_states):
+            if (
+                type(t) is not Tensor
+                or t.dim() != 4
+                or t.layout is not torch.strided
+                or t.dtype is not key_states.dtype
+            ):
+                return None
+        B, G, new, D = key_states.shape
+        if value_states.shape[:3] != (B, G, new) or value_states.device != key_states.device:
+            return None
+        held = self.held
+        room = self.reserve(new, ((B, G, D), (B, G, value_states.shape[3])), key_states)
+        if room is None:
+            return None
+        for t, states in zip(room, (key_states, value_states)):
+            t[:, :, held : held + new] = states
+        return self.commit(new)
 
 
 class GrowingLayer(_InPlace, DynamicLayer):
     """`DynamicLayer`, with room for tokens to come."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.fits(key_states, value_states):
-            return super().update(key_states, value_states, *args, **kwargs)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        held = self.get_seq_length()
-        needed = held + key_states.shape[2]
-        self.hold(*self.append(key_states, value_states, held, needed + needed // 2))
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+        written = self.write(key_states, value_states)
+        return super().update(key_states, value_states, *args, **kwargs) if written is None else written
 
     def crop(self, tokens_to_remove: int) -> None:
         own = self.own()
@@ -112,7 +138,7 @@ class GrowingLayer(_InPlace, DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Beams that stay where they are are not copied."""
-        if not self.own() or not self.get_seq_length() or not self.writable(self.get_seq_length(), 0):
+        if not self.held or not self.writable(0):
             return super().reorder_cache(beam_idx)
         assert self.keys is not None
         assert self.values is not None
@@ -132,18 +158,19 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
     """`DynamicSlidingWindowLayer`, which moves its window to new tensors once for as many tokens as it is wide."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.record_past or not self.fits(key_states, value_states):
-            return super().update(key_states, value_states, *args, **kwargs)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        held = 0 if self.keys is None or self.keys.numel() == 0 else self.keys.shape[2]
-        new = key_states.shape[2]
-        needed = held + new
-        keys, values = self.append(key_states, value_states, held, needed + min(needed, self.sliding_window))
+        written = self.write(key_states, value_states)
+        return super().update(key_states, value_states, *args, **kwargs) if written is None else written
+
+    def more(self, needed: int) -> int:
+        return min(needed, self.sliding_window)
+
+    def commit(self, new: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().commit(new)
         self.cumulative_length += new
-        over = max(needed - (self.sliding_window - 1), 0)
-        self.first += over
-        self.hold(keys[:, :, over:], values[:, :, over:])
+        over = max(keys.shape[2] - (self.sliding_window - 1), 0)
+        if over:
+            self.first += over
+            self.hold(keys[:, :, over:], values[:, :, over:])
         return keys, values
 
     def reset(self) -> None:

@@ -86,7 +86,7 @@ def attention(
     k, v, seen, cut_bias = _cut(key, value, visible, bias)
     dropped = dropout if module.training else 0.0
     cut_options, weights = {**options, "bias": cut_bias}, None
-    if not _asked(output_attentions):
+    if not weights_are_wanted(output_attentions):
         heads: Any = attend(query, k, v, seen, dropout=dropped, **cut_options)  # (B, H, Q, V)
     elif torch.is_grad_enabled():  # a gradient may be wanted: the weights do without what the kernel knows
         heads = attend(query, k, v, seen, dropout=dropped, **cut_options)
@@ -102,7 +102,7 @@ def attention(
     return heads.transpose(1, 2).contiguous(), None if weights is None else weights.to(query.dtype)
 
 
-def _asked(output_attentions: bool | None) -> bool:
+def weights_are_wanted(output_attentions: bool | None) -> bool:
     """Whether weights are wanted: the argument says so, or what transformers collects where a model drops it."""
     collected = output_capturing._active_collector.get()
     return bool(output_attentions) or any(name.endswith("attentions") for name in collected or ())

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from multihead import kernel
 from multihead.hf.cache import grow, kept
+from multihead.hf.forwards import KINDS, rotary_width, unwatched
 from multihead.hf.interface import NAME
 from multihead.hf.watch import attentions
 from multihead.kernel import eligible
@@ -60,21 +61,27 @@ class Report:
 def speed_up(model: nn.Module) -> Report:
     """Run what can on the kernel: a report of it, whose `undo()` puts the model back; or for the length of a `with`.
 
-    Attention becomes `multihead`. Every `nn.Linear` multiplies by the kernel's product where that is faster. `generate`
-    makes caches that grow in place where none is given (`mh.hf.cache`), and a call that fails leaves its cache as it
-    was. Modules, parameters and state_dict stay as they are. Whatever could see the difference in a call (a gradient, a
+    Attention becomes `multihead`, and one native call from projection to projection in modules that are proven to be
+    what they look like: before one is replaced, random input must give what the module gives. So do RMS norms and gated
+    feed-forward parts. Every `nn.Linear` multiplies by the kernel's product where that is faster. `generate` makes
+    caches that grow in place where none is given (`mh.hf.cache`), and a call that fails leaves its cache as it was.
+    Modules, parameters and state_dict stay as they are. Whatever could see the difference in a call (a gradient, a
     hook on all modules, autocast, a compiler, an adapter in a linear's place) has that call run as before.
 
     >>> import multihead.hf
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    >>> config = LlamaConfig(
+    ...     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    ... )
     >>> model = LlamaForCausalLM(config).eval()
     >>> report = mh.hf.speed_up(model)
     >>> print(report)
     LlamaForCausalLM, sped up
       replaced:
          15 product of the kernel: model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, ...
-          2 attention of the kernel: model.layers.0.self_attn, model.layers.1.self_attn
+          5 RMS norm of the kernel: model.layers.0.input_layernorm, ...
+          2 attention in one call: model.layers.0.self_attn, model.layers.1.self_attn
+          2 feed-forward part in one call: model.layers.0.mlp, model.layers.1.mlp
           1 caches grow in place: (the model)
     >>> written = model.generate(torch.randint(61, (1, 9)), max_new_tokens=5, do_sample=False)
     >>> report.undo()
@@ -92,6 +99,7 @@ def speed_up(model: nn.Module) -> Report:
             elif isinstance(module, Conv1D):
                 report.left[name] = "is a Conv1D: its weight lies the other way round"
         _replace_attention(report)
+        _replace_modules(report)
         _replace_cache(report)
     except BaseException:
         report.undo()
@@ -104,9 +112,12 @@ def _note(report: Report, name: str, module: nn.Module, by: type[Forward], why_n
     if why_not is not None:
         report.left[name] = why_not
         return
-    forward = by(module)
+    _put(report, name, by(module))
+
+
+def _put(report: Report, name: str, forward: Forward) -> None:
     forward.put()
-    report.replaced[name] = by.what
+    report.replaced[name] = forward.what
     report._undo.append(forward.undo)
 
 
@@ -164,6 +175,28 @@ def _replace_attention(report: Report) -> None:
             report.replaced[name] = "attention of the kernel"
         else:
             report.left[name] = f"its attention stays {used!r}"
+
+
+def _replace_modules(report: Report) -> None:
+    """Norms, feed-forward parts and attentions that can be proven to be what they look like."""
+    rotary = rotary_width(report.model)
+    for name, module in report.model.named_modules():
+        kind = next((kind for kind in KINDS if kind.looks_like(module)), None)
+        if kind is None:
+            continue
+        forward = kind(module)
+        why_not = _why_not_any(module, kind)
+        if why_not is None and (eligible.modules_watched() or not all(map(unwatched, module.modules()))):
+            why_not = "a hook watches it"  # and would see what is tried
+        if why_not is None:
+            with torch.no_grad():
+                why_not = forward.why_not(rotary)
+        if why_not is None:
+            _put(report, name, forward)
+        elif name in report.replaced:
+            report.replaced[name] += f", not in one call ({why_not})"
+        else:
+            report.left[name] = why_not
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -34,6 +34,9 @@ MANY = kernel.module is not None and not kernel.module.cpu_is_intel()  # whether
 
 
 GRADIENT = Reason("a gradient is wanted", True)
+WATCHED = Reason("somebody watches what happens between the steps", True)
+OTHERWISE = Reason("the module is called in a way that is left to it", True)
+OTHER_DTYPE = Reason("the weight is not of the dtype of x", True)
 
 
 def watched(modules: bool = False) -> Reason | None:
@@ -126,6 +129,26 @@ def projection(p: nn.Module, x: Tensor, called: bool = False) -> "_native.Linear
     """
     assert kernel.module is not None
     return _product(kernel.module.projection(p, x, torch.is_grad_enabled(), called), x)
+
+
+def feed_forward(
+    gate: nn.Module | None, up: nn.Module | None, down: nn.Module | None, tanh: bool, x: Tensor
+) -> "_native.FeedForward | Reason":
+    """down(act(gate(x)) * up(x)), read and ready to run. Not asked where `modules_watched` says somebody."""
+    assert kernel.module is not None
+    read = kernel.module.feed_forward(gate, up, down, tanh, x, torch.is_grad_enabled())
+    if isinstance(read, tuple):
+        return Reason(*read)
+    if not MANY and read.rows > ROWS:
+        return _MANY_ROWS
+    return slower_in(x.dtype) or read
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> Reason | None:
+    """RMS norm of x into y, done; or why it is not. Not asked where `modules_watched` says somebody."""
+    assert kernel.module is not None
+    hidden = kernel.module.norm(x, weight, eps, y, torch.is_grad_enabled(), torch.get_num_threads())
+    return None if hidden is None else Reason(*hidden)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> "_native.Linear | Reason":
