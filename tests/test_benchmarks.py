@@ -5,19 +5,26 @@ Ours is played by the oracle in float32, so that these tests are about the harne
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from multihead.bench import cli, machine, measure, oracle, ours, report, runner
+from multihead.bench import cli, generating, generation, machine, measure, oracle, ours, report, runner
 from multihead.bench.cases import (
+    BY_HAND,
     CAUSAL,
     FLEX,
     FULL,
+    HF_EAGER,
+    HF_SDPA,
+    HF_STATIC,
     LAYER_PEERS,
     OURS_FP32,
     PER_DOCUMENT,
@@ -31,6 +38,8 @@ from multihead.bench.cases import (
     Train,
 )
 from multihead.bench.ceilings import Ceilings, working_set
+from multihead.bench.generation import Step, Whole
+from multihead.bench.neighbours import neighbours
 from multihead.bench.peers import runtimes, sdpa
 from multihead.bench.problems import problem_of
 from multihead.bench.table import CASES, select
@@ -171,7 +180,8 @@ def test_a_lens_and_a_peer_that_keeps_the_weights_give_the_oracles_answer(what, 
 
 
 def test_what_takes_minutes_runs_only_by_name():
-    assert not any("32768" in case.name for case in select())
+    assert not any("lens" in case.name and "32768" in case.name for case in select())
+    assert not any("360M" in case.name for case in select())
     assert len(select(["lens-map/1x8x32768"])) == 1
 
 
@@ -436,3 +446,69 @@ def test_a_run_in_half_precision_says_how_long_it_takes_and_names_its_ceiling(tm
     [result] = json.loads(path.read_text())["results"]
     assert result["name"] == "attend/1x8x17x120/causal/bf16"
     assert [peer["name"] for peer in result["peers"] if peer["comparison"]] == [SDPA, OURS_FP32]
+
+
+# Generating
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_step_of_ours_and_by_hand_give_the_same(ragged):
+    problem = problem_of(Step(2, 6, 24, 6, 2, "", ragged=ragged), threads=1)
+    for _ in range(2):  # each call finds what the one before found
+        for contender in (problem.ours(), problem.peer(BY_HAND)):
+            oracle.check(contender.name, contender.result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
+    assert problem.case.lengths == ([6, 3] if ragged else [6, 6])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "N", "cached"), [("Llama", 1, 7), ("Qwen2", 5, 0), ("BERT", 5, 0), ("ViT", 197, 0), ("Whisper", 3, 0)]
+)
+def test_a_whole_model_gives_the_same_however_it_is_run(kind, N, cached, dtype, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(generation.SIZES, "tiny", (kind, 61, 24, 40, 2, 6, 2 if kind in ("Llama", "Qwen2") else 6))
+    case = Whole("tiny", N, cached, "", peers=(HF_SDPA, HF_EAGER, HF_STATIC), dtype=dtype)
+    problem = problem_of(case, threads=1)
+    ours = problem.ours()
+    for name in case.peers if case.generates else case.peers[:1]:
+        for contender in (ours, problem.peer(name)):
+            for _ in range(2):
+                oracle.check(contender.name, contender.result(), problem.exact, problem.bound)
+    weights = [p for n, p in problem.model.named_parameters() if p.dim() == 2 and ("layer" in n or case.generates)]
+    assert sum(p.numel() for p in weights) == case.matrices
+    assert all(a is b for a, b in zip(problem.model.parameters(), generating.shared_copy(problem.model).parameters()))
+
+
+def test_busy_neighbours_end_with_the_block():
+    def alive(pid):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def interrupt(pids):
+        assert all(map(alive, pids))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), neighbours(2) as started:
+        interrupt(started)
+    assert not any(map(alive, started))
+
+
+def test_neighbours_of_a_run_that_was_killed_end_by_themselves():
+    code = (
+        "import os, signal\nfrom multihead.bench.neighbours import neighbours\nwith neighbours(1) as pids:\n"
+        "    print(pids[0], flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid = int(run.stdout)
+    for _ in range(600):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("a busy neighbour goes on without the run it was started for")

@@ -21,10 +21,13 @@ HALF_LAYER_PEERS = {"bf16": (NN, FUSED, OPENVINO, ZENTORCH), "fp16": (NN, FUSED,
 OURS_FP32 = "ours in fp32"
 ONE_ATTEND, MATERIALISED = "one attend of the same size", "torch, all weights in memory"
 HF_SDPA, HF_EAGER = "transformers, sdpa", "transformers, eager"
+BY_HAND, BY_HAND_COMPILED = "torch, step by hand", "torch, step by hand, compiled"
+HF_STATIC, HF_COMPILED = "transformers, sdpa, static cache", "transformers, compiled, static cache"
 PEERS = (
     *(SDPA, PER_DOCUMENT, GROUPED, FLEX),
     *LAYER_PEERS,
     *(ONE_ATTEND, MATERIALISED, HF_SDPA, HF_EAGER, OURS_FP32),
+    *(BY_HAND, BY_HAND_COMPILED, HF_STATIC, HF_COMPILED),
 )
 
 

@@ -15,6 +15,7 @@ from multihead.bench.cases import DTYPES, PEERS
 from multihead.bench.ceilings import measure_ceilings
 from multihead.bench.machine import describe, limit_onednn
 from multihead.bench.measure import FEWEST_BLOCKS
+from multihead.bench.neighbours import neighbours
 from multihead.bench.report import Report, as_json, ceiling_lines, markdown, notes, table
 from multihead.bench.runner import run_case
 from multihead.bench.table import select
@@ -44,7 +45,7 @@ def main(arguments=None):
     minutes = len(cases) * (seconds + SET_UP) / 60
     console.print(f"{len(cases)} cases, {seconds:g} s each: about {minutes:.0f} minutes", highlight=False)
     began = time.perf_counter()
-    with multihead.backend(options.backend) if options.backend else nullcontext():
+    with multihead.backend(options.backend) if options.backend else nullcontext(), neighbours(options.busy):
         report = run(cases, options, console, seconds)
     console.print(f"it took {(time.perf_counter() - began) / 60:.1f} minutes", highlight=False)
     console.print(*ceiling_lines(report.ceilings), sep="\n", highlight=False)
@@ -62,6 +63,8 @@ def main(arguments=None):
 def run(cases, options, console, seconds):
     """Measure the ceilings, the cases, and the ceilings again: a machine that was busy once may not be twice."""
     machine = describe(options.threads, options.backend)
+    if options.busy:
+        machine["busy neighbours"] = f"{options.busy}, each one process that never waits"
     results = []
     bar = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
     with Progress(*bar, console=console, transient=True) as progress:
@@ -131,6 +134,13 @@ def parse(arguments):
         action="append",
         default=[],
         help=f"leave a peer out, by (part of) its name; again for more: {'; '.join(PEERS)}",
+    )
+    add(
+        "--busy",
+        type=_positive(int),
+        metavar="N",
+        default=0,
+        help="run everything beside so many processes that keep a core busy each; they end with the run",
     )
     add("--markdown", metavar="FILE", type=_writable, help="write the report there")
     add("--json", metavar="FILE", type=_writable, help="write every figure there")

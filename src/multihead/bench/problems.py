@@ -4,6 +4,8 @@ import torch
 
 from multihead.bench import models, oracle, ours
 from multihead.bench.cases import ONE_ATTEND, OURS_FP32, ZENTORCH, Attend, Layer, Lens, Model, Train
+from multihead.bench.generating import StepProblem, WholeProblem
+from multihead.bench.generation import Step, Whole
 from multihead.bench.peers import layers, runtimes, sdpa, weights, zentorch
 
 
@@ -111,7 +113,15 @@ class ModelProblem:
         return models.contender(self.case, self.model, self.inputs, models.ATTENTIONS[name], name)
 
 
-PROBLEMS = {Attend: AttendProblem, Train: TrainProblem, Layer: LayerProblem, Lens: LensProblem, Model: ModelProblem}
+PROBLEMS = {
+    Attend: AttendProblem,
+    Train: TrainProblem,
+    Layer: LayerProblem,
+    Lens: LensProblem,
+    Model: ModelProblem,
+    Step: StepProblem,
+    Whole: WholeProblem,
+}
 
 
 def problem_of(case, threads):

@@ -61,6 +61,8 @@ def rows(report):
         least, which = report.ceilings.seconds(result.case)
         noise = result.noise
         took = duration(result.seconds) + (f" ({result.backend})" if result.backend else "")
+        if getattr(result.case, "tokens", None):
+            took += f", {result.case.tokens / result.seconds:.0f} tokens/s"
         ours = (name, took, f"{least / result.seconds:.0%} {which}", f"±{noise.noise:.1%}")
         for peer in result.peers:
             label = f"{peer.name} ({peer.detail})" if peer.detail else peer.name

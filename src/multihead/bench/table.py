@@ -20,6 +20,7 @@ from multihead.bench.cases import (
     Model,
     Train,
 )
+from multihead.bench.generation import GENERATION
 
 
 def lens(B, H, N, D, why, **options):
@@ -131,7 +132,7 @@ def in_half(case, dtype):
     return replace(case, goals=case.goals | HALF_GOALS.get(case.name, {}))
 
 
-CASES = [*SINGLE, *(in_half(case, dtype) for dtype in ("bf16", "fp16") for case in SINGLE)]
+CASES = [*SINGLE, *(in_half(case, dtype) for dtype in ("bf16", "fp16") for case in SINGLE), *GENERATION]
 
 
 def select(patterns=(), quick=False, named=False, dtypes=("fp32",)):
