@@ -4,6 +4,7 @@ What is asked of each cell: the numbers of the specification, or an error in wor
 of an address that is not what it seems. Cells that used to crash run here in the process of the tests.
 """
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -417,3 +418,48 @@ class TestGradientsOfOneTensorGivenTwice:
 def test_the_backends_are_where_the_docstring_says() -> None:
     assert list(mh.attention.BACKENDS) == ["native", "sdpa", "reference"]
     assert named(None) is None
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference", None])
+class TestWhatHasNoStorageGoesToNoBackend:
+    """Torch's own operations do not look: they would read beyond the end of the storage, or end the process."""
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+    @pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
+    def test_tensors(self, wrong: Callable, backend: str | None, name: str, mode: Callable) -> None:
+        t = given(wrong, name)
+        with mode(), pytest.raises(ValueError, match=f"{name} sees .* expected one that was not freed or made smaller"):
+            mh.attend(t["q"], t["k"], t["v"], bias=t["bias"], backend=backend)
+
+    @pytest.mark.parametrize("shape", [(1, 1), (Q, K), (B, H, Q, K)], ids=str)
+    @pytest.mark.parametrize("other", [None, mh.Causal(), mh.Allowed(torch.ones(1, 1, dtype=torch.bool))], ids=str)
+    def test_masks(self, wrong: Callable, backend: str | None, shape: tuple, other: Any) -> None:
+        t = given()
+        behind = torch.ones(*shape, 2, dtype=torch.bool)[..., 1]  # so that one byte is too few
+        behind.untyped_storage().resize_(0 if wrong is freed else 1)
+        dense = mh.Allowed(behind)
+        for mask in (dense,) if other is None else (dense & other, other & dense):
+            with pytest.raises(ValueError, match="expected one that was not freed or made smaller"):
+                mh.attend(t["q"], t["k"], t["v"], mask, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+def test_zeros_that_were_not_made_are_zeros_on_every_backend(backend: str, name: str) -> None:
+    zero, real = given(not_made, name), given(torch.zeros_like, name)
+    found, expected = (mh.attend(t["q"], t["k"], t["v"], backend=backend) for t in (zero, real))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("asked", [("out",), ("lse",), ("out", "lse")], ids=" and ".join)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_of_v_alone_beside_a_log_sum_exp_that_has_none(asked: tuple[str, ...], create_graph: bool) -> None:
+    t = given()
+    t["v"].requires_grad_()
+    found = dict(zip(("out", "lse"), mh.attend(t["q"], t["k"], t["v"], return_lse=True)))
+    total = sum(found[name].sum() for name in asked)
+    (d_v,) = torch.autograd.grad(total, [t["v"]], create_graph=create_graph, allow_unused=True)
+    weights = mh.look(t["q"], t["k"]).weights().unflatten(1, (G, H // G)).sum((2, 3))  # (B, G, K)
+    expected = weights[..., None].expand(B, G, K, V) if "out" in asked else torch.zeros(B, G, K, V)
+    assert torch.allclose(torch.zeros_like(t["v"]) if d_v is None else d_v, expected, atol=1e-6)

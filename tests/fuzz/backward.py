@@ -291,7 +291,7 @@ def judge_second(loss: PlainLoss, values: Leaves, names: list[str], wanted: list
             f"second gradient of {names[n]}", g, exact, lambda order, at=at: plainly(order, dtype)[at], dtype
         )
         # What cancels in a second derivative has no size of its own here: so many roundings of the first are allowed.
-        size = max(1.0, *(float(t.detach().double().abs().max()) for t in (*values, *turns) if t.numel()))
+        size = max([1.0, *(float(t.detach().double().abs().max()) for t in (*values, *turns) if t.numel())])
         verdict.most += 16 * torch.finfo(dtype).eps * size**4
         if dtype == torch.float64:  # the oracle's own error is of the same size
             verdict.most += 256 * torch.finfo(dtype).eps * max(1.0, float(np.abs(exact).max(initial=0)))

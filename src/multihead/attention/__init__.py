@@ -23,7 +23,7 @@ from multihead.kernel import attend as by_kernel
 from multihead.kernel import eligible, statistics
 from multihead.kernel.backend import Native
 from multihead.masks import Mask, check_broadcast, see
-from multihead.masks.intervals import Visible
+from multihead.masks.intervals import Visible, require_storage
 from multihead.sizes import check_attend, check_floating, check_numbers, describe
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ def in_autocast_dtype(given: Arguments) -> Arguments:
     """The same call with q, k and v as autocast wants them."""
     if not isinstance(given.q, Tensor) or not under_autocast(given.q.device) or given.q.dtype == torch.float64:
         return given
+    _require_storages(given)
     dtype = torch.get_autocast_dtype(given.q.device.type)
     q, k, v = (
         t.to(dtype) if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in (given.q, given.k, given.v)
@@ -208,8 +209,14 @@ def in_autocast_dtype(given: Arguments) -> Arguments:
     return replace(given, q=q, k=k, v=v)
 
 
+def _require_storages(given: Arguments) -> None:
+    for name in ("q", "k", "v", "bias", "sinks"):
+        require_storage(name, getattr(given, name))
+
+
 def prepare(given: Arguments, ineligible: Reason | None = None) -> Call:
     """Check the arguments of `attend` and lower the mask."""
+    _require_storages(given)
     given = in_autocast_dtype(given)
     q, k, v, bias, sinks, scale = given.q, given.k, given.v, given.bias, given.sinks, given.scale
     check_attend(q, k, v)

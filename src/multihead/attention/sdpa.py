@@ -106,6 +106,8 @@ class _Last(torch.autograd.Function):
 
 def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, **mask: object) -> Tensor:
     grouped = k.shape[1] != q.shape[1]
+    if not torch.compiler.is_compiling():  # torch's kernels would read what an efficient zero has no memory for
+        q, k, v = (torch.zeros_like(t) if t._is_zerotensor() else t for t in (q, k, v))
     if call.needs_grad and not torch.compiler.is_compiling():
         q, k, v = (_Once.apply(t) if t.requires_grad else t for t in (q, k, v))
         mask = {name: _Once.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for name, t in mask.items()}

@@ -141,8 +141,11 @@ def _gradients_of_the_specification(
         assert v is not None
         options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "dropout": call.dropout, "seed": seed}
         outputs = steps.attend(q, k, v, allowed=call.allowed(), bias=bias, sinks=sinks, **options)
-        asked = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
+        # Where only v wants a gradient, the log-sum-exp has none to give.
+        asked = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None and out.requires_grad]
         wanted = [t for t in inputs if t is not None and t.requires_grad]
+        if not asked:
+            return [None] * len(inputs)
         found = torch.autograd.grad(
             [out for out, _ in asked],
             wanted,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from multihead.draw import squares
-from multihead.masks.intervals import Frame, Visible, higher_of, readable
+from multihead.masks.intervals import Frame, Visible, higher_of, readable, require_storage
 from multihead.sizes import require_int
 
 
@@ -343,6 +343,7 @@ class Allowed(Mask):
             raise TypeError(f"the mask is a {self.tensor.dtype} tensor: expected bool, True = may attend")
 
     def within(self, frame: Frame) -> Visible:
+        require_storage("the mask", self.tensor)
         rows = self.tensor.shape[-2:]
         if len(rows) and any(have not in (1, want) for have, want in zip(reversed(rows), (frame.K, frame.Q))):
             shape, wanted = tuple(self.tensor.shape), (frame.Q, frame.K)

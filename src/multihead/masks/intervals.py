@@ -19,6 +19,19 @@ def readable(t: Tensor) -> bool:
     return not inside_torch_func()
 
 
+def require_storage(name: str, t: object) -> None:
+    """Refuse a tensor whose storage does not hold all that it sees: torch itself would read beyond its end."""
+    if not isinstance(t, Tensor) or not readable(t) or t.layout != torch.strided or not t.numel() or t._is_zerotensor():
+        return
+    last = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride()))
+    needed, there = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
+    if needed > there:
+        raise ValueError(
+            f"{name} sees {needed} bytes of a storage that holds {there}: "
+            "expected one that was not freed or made smaller"
+        )
+
+
 def inside_torch_func() -> bool:
     """Whether vmap, grad, jvp or forward-mode differentiation is at work: a number may be many, or carry a tangent."""
     if torch.compiler.is_compiling():
