@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from multihead.explorer.export import single_file
+from multihead.explorer import notebook
+from multihead.explorer.export import single_file, state_of
 from multihead.explorer.session import Session
 from multihead.explorer.subjects import of_model
 from multihead.files import write_text
@@ -17,6 +18,7 @@ from multihead.layer.trace import Trace
 
 if TYPE_CHECKING:
     from multihead.explorer.serve import Running
+    from multihead.explorer.widget import Explorer
 
 __all__ = ["explore"]
 
@@ -26,11 +28,12 @@ def explore(
     x: Any = None,
     *,
     save: str | os.PathLike | None = None,
+    widget: bool | None = None,
     port: int | None = None,
     browser: bool = True,
     wait: bool | None = None,
     **options: Any,
-) -> "Running | None":
+) -> "Running | Explorer | None":
     """Open the explorer on a layer or a model.
 
     Args:
@@ -39,6 +42,8 @@ def explore(
         x: what goes in. For a layer or a module of your own, its input. For a language model a text, or token numbers;
             for a vision transformer a picture.
         save: write the single file there instead of serving the page.
+        widget: whether to make a widget for a notebook instead of serving the page; in a notebook, with anywidget
+            installed and no `port` given, unless said otherwise.
         port: to listen at; the first free one from 8421 on unless given.
         browser: whether to open a browser.
         wait: whether to stay until Ctrl-C; in a script, and not at a prompt or in a notebook, unless given.
@@ -46,7 +51,8 @@ def explore(
             picture; `tokenizer=` of a Hugging Face model; and what else the layer takes: `mask=`, `context=`, …
 
     Returns:
-        the running server, whose `url` is the page's and which `close()` ends; None with `save`.
+        the running server, whose `url` is the page's and which `close()` ends; in a notebook the widget, whose
+        `selection` is what is chosen on the page; None with `save`.
 
     >>> layer, x = mh.MultiHeadAttention(32, heads=4), torch.randn(5, 32)
     >>> server = mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False)  # doctest: +SKIP
@@ -57,6 +63,12 @@ def explore(
     if save is not None:
         write_text(save, single_file(session, session.first))
         return None
+    if widget or (widget is None and port is None and notebook.in_notebook()):
+        shown = notebook.widget_of(session, state_of(**session.first))
+        if shown is not None:
+            return shown
+        if widget:
+            raise ImportError('widget=True needs `pip install "multihead[widget]"`')
     try:
         from multihead.explorer import serve
     except ImportError as error:

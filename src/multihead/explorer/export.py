@@ -78,7 +78,7 @@ def state_of(model: str, layer: int, input: Mapping[str, Any]) -> str:
     return urlencode({"model": model, "layer": layer} | named)
 
 
-def page(answers: Mapping[str, bytes], state: str) -> str:
+def page(answers: Mapping[str, bytes], state: str, mode: str = "file") -> str:
     """The page with answers, each the bytes of the wire format by its key."""
     text, script, style = _parts()
     elements = [
@@ -90,7 +90,7 @@ def page(answers: Mapping[str, bytes], state: str) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-    text = start_element(text, "file", state)
+    text = start_element(text, mode, state)
     text = text.replace(
         STYLE, f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     )

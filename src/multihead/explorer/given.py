@@ -119,7 +119,7 @@ class Own(Subject):
         ours, x, options = self._of(self.found[self.layer(layer)[0]], mask)
         training = ours.training
         try:
-            return _first_row(trace(ours.eval(), x, **options))  # without dropout
+            return first_row(trace(ours.eval(), x, **options))  # without dropout
         finally:
             ours.train(training)
 
@@ -208,7 +208,7 @@ class Recorded(Subject):
     name, about = "Your layer", "A trace, as it was recorded."
 
     def __init__(self, traced: Trace) -> None:
-        self.traced = _first_row(traced)
+        self.traced = first_row(traced)
         self.mask, self.gives_weights = traced.mask, traced.layer is not None
         N = len(self.traced.labels)
         if self.most < N:
@@ -231,15 +231,59 @@ class Recorded(Subject):
         return self.traced
 
     def look(self, items: Items, mask: Given) -> list[Lens]:
-        t, layer = self.traced, self.traced.layer
-        seen = t["masked"] != -torch.inf
-        options = {name: t.options.get(name) for name in ("scale", "softcap")}
-        if layer is not None:
-            options = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
-        return [look(t["q_heads"][None], t["k_heads"][None], seen, **options)]
+        return [lens_of(self.traced)]
 
 
-def _first_row(traced: Trace) -> Trace:
+def lens_of(traced: Trace) -> Lens:
+    """A lens on the weights of a trace without a batch axis."""
+    t, layer = traced, traced.layer
+    seen = t["masked"] != -torch.inf
+    options = {name: t.options.get(name) for name in ("scale", "softcap")}
+    if layer is not None:
+        options = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
+    return look(t["q_heads"][None], t["k_heads"][None], seen, **options)
+
+
+class Looked(Subject):
+    """A lens that is there already: its weights as a map."""
+
+    id, kind, fixed, masks, ablates, gives_weights = "given", "given", True, False, False, False
+    name, about = "Your lens", "Weights of a lens, as they were asked for."
+    most = 0  # a lens has no steps: there is nothing but the map
+
+    def __init__(self, lens: Lens) -> None:
+        self.lens = lens
+        if max(lens.shape[2:]) > MOST_LONG or not lens.shape[2] or not lens.shape[3]:
+            raise ValueError(
+                f"the lens has {lens.shape[2]} × {lens.shape[3]} weights: expected 1 to {MOST_LONG} a side"
+            )
+
+    def layers(self) -> list[tuple[str, MultiHeadAttention | None, dict[str, int]]]:
+        H = self.lens.shape[1]
+        return [("the lens", None, {"E": 0, "H": H, "G": H, "D": 0, "V": 0, "C": 0})]
+
+    def examples(self) -> list[dict[str, Any]]:
+        return [{"input": {"kind": "given"}, "label": "what was looked at"}]
+
+    @property
+    def given(self) -> int:
+        return self.lens.shape[2]
+
+    @property
+    def longest(self) -> int:
+        return MOST_LONG
+
+    def read(self, given: Any, need: int = 1) -> Items:
+        raise Refused("a lens has no steps: expected its map", "large", 413)
+
+    def read_long(self, given: Any) -> Items:
+        return Items(None, named([str(n) for n in range(self.given)]))
+
+    def look_at(self, items: Items, layer: int, mask: Given) -> Lens:
+        return self.lens
+
+
+def first_row(traced: Trace) -> Trace:
     """A trace without its batch axis: the first row of the batch."""
     if traced["x"].dim() == 2:
         return traced

@@ -127,6 +127,18 @@ class Trace(Mapping[str, Tensor]):
 
         write_trace(self, path)
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """In a notebook: the explorer's widget, or a still picture."""
+        from multihead.explorer.notebook import mimebundle
+
+        return mimebundle(self)
+
+    def _display_(self) -> Any:
+        """The same in marimo."""
+        from multihead.explorer.notebook import display
+
+        return display(self)
+
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in self.items())
         return f"Trace({shapes})"

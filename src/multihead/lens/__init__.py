@@ -319,6 +319,18 @@ class Lens:
         """
         return draw_lens(self, height, width, pool, heads, batch)
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """In a notebook: the explorer's widget, or a still picture."""
+        from multihead.explorer.notebook import mimebundle
+
+        return mimebundle(self)
+
+    def _display_(self) -> Any:
+        """The same in marimo."""
+        from multihead.explorer.notebook import display
+
+        return display(self)
+
     def __repr__(self) -> str:
         (B, H, Q, K), k = self.shape, self._call.k
         heads = f"H={H}" if k.shape[1] == H else f"H={H}, G={k.shape[1]}"

@@ -10,6 +10,7 @@ import { createMap } from "./map.js";
 import { createMaskEditor } from "./mask_editor.js";
 import { createNumber } from "./number.js";
 import { createPredict } from "./predict.js";
+import { selectionOf } from "./selection.js";
 import { createSession } from "./session.js";
 import { createShare, download } from "./share.js";
 import { createStage } from "./stage.js";
@@ -18,14 +19,16 @@ import { createStrip } from "./strip.js";
 import { createTable } from "./table.js";
 
 const start = JSON.parse(document.getElementById("multihead-start")?.textContent || '{"mode":"server"}');
+/** In a notebook: what the widget around this page offers. */
+const host = start.mode === "widget" ? /** @type {any} */ (globalThis.frameElement)?.multihead : null;
 const LOADS = ["model", "layer", "text", "sample", "pixels", "ids", "mask", "off", "with", "mixing"];
 
 /** The whole page. @param {HTMLElement} root */
 export function openPage(root) {
   /** @type {any} */
   let session = null;
-  const python = createAsk(start, (trouble) => session?.trouble.set(trouble));
-  const store = createStore(parseState(location.hash.length > 1 ? location.hash : start.state ?? ""));
+  const python = createAsk({ ...start, host }, (trouble) => session?.trouble.set(trouble));
+  const store = createStore(parseState(host ? host.state : location.hash.length > 1 ? location.hash : start.state ?? ""));
   session = createSession(store, python);
   const app = createApp(store, session, start.mode);
   const live = el("p", { id: "live", class: "unseen", "aria-live": "polite" });
@@ -122,10 +125,17 @@ export function openPage(root) {
   }
   const soon = eachFrame(refresh);
 
+  const tellHost = eachFrame(() => host.changed(formatState(store.get()), selectionOf(app)));
+  if (host) {
+    host.follow = (/** @type {string} */ fragment) => fragment !== formatState(store.get()) && store.set(parseState(fragment));
+    session.scene.subscribe(tellHost);
+  }
+
   let fromHistory = false;
   store.subscribe((state, before, how) => {
     const fragment = `#${formatState(state)}`;
-    if (!fromHistory && !how.quiet) {
+    if (host) tellHost();
+    else if (!fromHistory && !how.quiet) {
       if (how.push) history.pushState(null, "", fragment);
       else history.replaceState(null, "", fragment);
     }

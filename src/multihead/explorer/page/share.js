@@ -82,7 +82,7 @@ export function stageAsPng(stage, paper) {
 export function createShare(app, stage) {
   const { store, session } = app;
   const says = el("p", { class: "hint", role: "status", id: "share-says" });
-  const field = el("input", { type: "text", readonly: true, "aria-label": "Link to this state", onfocus: () => field.select() });
+  const field = el("input", { type: "text", readonly: true, hidden: app.mode === "widget", "aria-label": "Link to this state", onfocus: () => field.select() });
   const act = (/** @type {string} */ text, /** @type {() => Promise<string> | string} */ fn) => el("button", { type: "button", text, onclick: async () => {
     try {
       says.textContent = await fn();
@@ -128,7 +128,7 @@ export function createShare(app, stage) {
     return `Saved multihead.html, ${(blob.size / 1e6).toFixed(1)} MB: it opens without a network and without Python.`;
   });
   const file = el("span", { class: "hint", text: "This page is the single file: copy it as it is." });
-  const panel = el("section", { class: "share-panel", id: "share-panel", "aria-label": "Share", hidden: true }, el("div", { class: "tools" }, link, asSvg, asPng, numbers, app.mode === "file" ? file : save), field, says);
+  const panel = el("section", { class: "share-panel", id: "share-panel", "aria-label": "Share", hidden: true }, el("div", { class: "tools" }, app.mode === "widget" ? null : link, asSvg, asPng, numbers, app.mode === "file" ? file : save), field, says);
   const button = el("button", { type: "button", text: "Share", "aria-expanded": "false", "aria-controls": "share-panel", onclick: () => {
     panel.hidden = !panel.hidden;
     button.setAttribute("aria-expanded", String(!panel.hidden));

@@ -1,0 +1,96 @@
+"""The widget in real notebooks: run by nbclient, in JupyterLab in a browser, and what marimo is given."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.explorer.browser import chromium, needs_browser  # noqa: F401
+
+pytest.importorskip("anywidget", reason="no anywidget: the widget is not tested")
+nbformat = pytest.importorskip("nbformat", reason="no nbformat: notebooks are not tested")
+
+CELLS = [
+    "import torch, multihead as mh\ntorch.manual_seed(0)\n"
+    "layer, x = mh.MultiHeadAttention(32, heads=4).eval(), torch.randn(6, 32)",
+    "w = mh.explore(layer, x, mask=mh.Causal(), labels='I love pepperoni pizza so much'.split())\nw",
+    "mh.trace(layer, x, mask=mh.Causal())",
+    "layer.look(x, mask=mh.Causal())",
+    "print(w.selection.get('query_token'))",
+]
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def written(folder: Path) -> Any:
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, folder / "try.ipynb")
+    return notebook
+
+
+def test_cells_end_in_widgets(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="no nbclient: notebooks are not run")
+    done = nbclient.NotebookClient(written(tmp_path), timeout=120, kernel_name="python3").execute()
+    for cell in done.cells[1:4]:
+        [output] = [o for o in cell.outputs if o.output_type == "execute_result"]
+        assert WIDGET in output.data
+    assert "data:image/png" in done.cells[2].outputs[-1].data["text/html"]
+    assert done.cells[4].outputs[0].text.strip() == "None"
+
+
+@needs_browser
+def test_jupyterlab_shows_it_and_selections_come_back(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    pytest.importorskip(
+        "jupyterlab", reason="no jupyterlab: the widget is not tested in it; pip install multihead[notebook]"
+    )
+    written(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
+        "--IdentityProvider.token=abc", f"--ServerApp.root_dir={tmp_path}", "--LabApp.news_url=None",
+        "--LabApp.extension_manager=readonly",
+    ]  # fmt: skip
+    env = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        lab = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    page = chromium.new_page(viewport={"width": 1400, "height": 1000})
+    left: list[str] = []
+    page.on(
+        "request",
+        lambda r: (
+            left.append(r.url) if not r.url.startswith(("http://127.0.0.1", "blob:", "data:", "about:")) else None
+        ),
+    )
+    try:
+        for _ in range(600):
+            with socket.socket() as probe:
+                probe.settimeout(1)
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            page.wait_for_timeout(100)
+        page.goto(f"http://127.0.0.1:{port}/doc/tree/try.ipynb?token=abc")
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=120_000)
+        page.locator(".jp-Cell .cm-content").first.click()
+        for _ in range(2):
+            page.keyboard.press("Shift+Enter")
+        frame = page.frame_locator("iframe[title='multihead explorer']").first
+        frame.locator(".strip button[aria-current]").wait_for(timeout=120_000)
+        assert frame.locator(".token").nth(3).inner_text() == "pizza"
+        frame.locator(".token").nth(3).click()
+        frame.locator(".token[aria-pressed=true]").wait_for()
+        page.locator(".jp-Cell .cm-content").nth(4).click()
+        page.keyboard.press("Shift+Enter")
+        page.wait_for_selector(".jp-OutputArea-output pre:has-text('pizza')", timeout=60_000)
+        assert [url for url in left if "jupyter" not in url] == []
+    finally:
+        page.close()
+        lab.terminate()
+        lab.wait(30)

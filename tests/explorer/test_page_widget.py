@@ -1,0 +1,207 @@
+"""The notebook widget: the page in a frame that asks Python through messages; what a cell shows; what comes back."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import multihead as mh
+from multihead.explorer import notebook
+from multihead.explorer.session import Session
+from multihead.explorer.subjects import of_model
+from multihead.explorer.wire import Answer
+from tests.explorer.browser import chromium, needs_browser  # noqa: F401
+
+anywidget = pytest.importorskip("anywidget", reason="no anywidget: the widget is not tested")
+
+LABELS = ["I", "love", "pepperoni", "pizza", "so", "much"]
+
+
+@pytest.fixture(scope="module")
+def layer_and_x() -> tuple[mh.MultiHeadAttention, torch.Tensor]:
+    torch.manual_seed(2)
+    return mh.MultiHeadAttention(24, heads=3).eval(), torch.randn(6, 24)
+
+
+@pytest.fixture
+def widget(layer_and_x: Any) -> Any:
+    layer, x = layer_and_x
+    return mh.explore(layer, x, mask=mh.Causal(), labels=LABELS, widget=True)
+
+
+class Sent(list):
+    """What a widget sends, instead of sending it."""
+
+    def __call__(self, content: Any, buffers: Any = None) -> None:
+        self.append((content, buffers))
+
+
+def test_a_message_is_answered_by_bytes_or_by_a_sentence(
+    widget: Any, layer_and_x: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = layer_and_x
+    sent = Sent()
+    monkeypatch.setattr(type(widget), "send", lambda self, content, buffers=None: sent(content, buffers))
+    asked = {"model": "given", "layer": 0, "input": {"kind": "given"}}
+    widget._receive(None, {"id": 7, "path": "api/trace", "body": json.dumps(asked)}, [])
+    (content, [data]) = sent.pop()
+    assert content == {"id": 7}
+    assert torch.equal(Answer.from_bytes(data).tensors["weights"], mh.trace(layer, x, mask=mh.Causal())["weights"])
+    for path, body, said in (
+        ("api/trace", json.dumps(asked | {"layer": 4}), "layer=4"),
+        ("api/nothing", "{}", "there is no 'nothing'"),
+        ("api/trace", "{", "not JSON"),
+    ):
+        widget._receive(None, {"id": 8, "path": path, "body": body}, [])
+        content, buffers = sent.pop()
+        assert said in content["error"]
+        assert buffers is None
+    widget._receive(None, {"id": 9, "path": "api/save", "body": json.dumps(asked)}, [])
+    assert sent.pop()[1][0].startswith(b"<!doctype html>")
+
+
+def test_explore_says_what_it_needs(layer_and_x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_and_x
+    monkeypatch.setattr(notebook, "widget_of", lambda session, state="": None)
+    with pytest.raises(ImportError, match=r"multihead\[widget\]"):
+        mh.explore(layer, x, widget=True)
+
+
+def test_outside_a_notebook_a_trace_and_a_lens_are_still_pictures(layer_and_x: Any) -> None:
+    layer, x = layer_and_x
+    trace, lens = mh.trace(layer, x, mask=mh.Causal(), labels=["<b>"] * 6), layer.look(x, mask=mh.Causal())
+    for shown in (trace, lens):
+        bundle = shown._repr_mimebundle_()
+        assert set(bundle) == {"text/plain", "text/html"}
+        assert bundle["text/plain"] == repr(shown)
+        assert bundle["text/html"].count("data:image/png;base64,") == 3
+        assert "<script" not in bundle["text/html"]
+        assert "<b>" not in bundle["text/html"]
+    assert "weights (3, 6, 6)" in trace._repr_mimebundle_()["text/html"]
+    png = trace._repr_mimebundle_()["text/html"].split("base64,")[1].split('"')[0]
+    assert base64.b64decode(png).startswith(b"\x89PNG")
+    empty = mh.look(torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 3, 4))
+    assert "img" not in empty._repr_mimebundle_()["text/html"]
+
+
+def test_in_a_notebook_they_are_the_widget(layer_and_x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_and_x
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
+    shown = mh.explore(layer, x, mask=mh.Causal())
+    assert type(shown).__name__ == "Explorer"
+    for one in (mh.trace(layer, x, mask=mh.Causal()), layer.look(x, mask=mh.Causal())):
+        assert notebook.WIDGET in one._repr_mimebundle_()
+    long = mh.trace(layer, torch.randn(700, 24))  # too long for a page: a still picture
+    assert notebook.WIDGET not in long._repr_mimebundle_()
+    assert "text/html" in long._repr_mimebundle_()
+
+
+# In a browser, with Python at the other end ------------------------------------------------------------------------------
+
+HOST = """<!doctype html><html lang="en"><title>a notebook</title><body><main id="cell"></main></body></html>"""
+STUB = """async (source) => {
+  const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
+  const module = await import(url);
+  const traits = { state: "", height: 820, selection: {} };
+  const handlers = {};
+  const model = {
+    get: (name) => traits[name],
+    set: (name, value) => { traits[name] = value; },
+    save_changes: () => { window.saved = structuredClone(traits); },
+    on: (name, handler) => { (handlers[name] ??= []).push(handler); },
+    off: (name, handler) => { handlers[name] = (handlers[name] ?? []).filter((h) => h !== handler); },
+    async send(message) {
+      const answer = await window.python(message);
+      const bytes = answer.data && Uint8Array.from(atob(answer.data), (c) => c.charCodeAt(0));
+      const shifted = bytes && new Uint8Array(bytes.length + 3);  // buffers of a message are not aligned
+      shifted?.set(bytes, 3);
+      for (const handler of handlers["msg:custom"] ?? []) handler(answer.content, bytes ? [new DataView(shifted.buffer, 3)] : []);
+    },
+  };
+  window.setTrait = (name, value) => { traits[name] = value; for (const h of handlers[`change:${name}`] ?? []) h(); };
+  window.end = module.default.render({ model, el: document.getElementById("cell") });
+}"""
+
+
+@pytest.fixture
+def cell(chromium: Any, widget: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A page with the widget in it, as a notebook would have it."""
+    from multihead.explorer.widget import module
+
+    sent = Sent()
+    monkeypatch.setattr(type(widget), "send", lambda self, content, buffers=None: sent(content, buffers))
+
+    def python(message: Any) -> Any:
+        widget._receive(None, message, [])
+        content, buffers = sent.pop()
+        return {"content": content, "data": base64.b64encode(buffers[0]).decode() if buffers else None}
+
+    page = chromium.new_page(viewport={"width": 1100, "height": 900})
+    messages: list[str] = []
+    page.on("console", lambda m: messages.append(f"{m.type}: {m.text}"))
+    page.on("pageerror", lambda e: messages.append(f"error: {e}"))
+    page.expose_function("python", python)
+    page.route("http://notebook.test/", lambda route: route.fulfill(body=HOST, content_type="text/html"))
+    page.goto("http://notebook.test/")
+    page.evaluate(STUB, module())
+    yield page
+    assert messages == []
+    page.close()
+
+
+@needs_browser
+def test_the_page_lives_in_the_cell_and_selections_come_back(cell: Any, layer_and_x: Any) -> None:
+    layer, x = layer_and_x
+    weights = mh.trace(layer, x, mask=mh.Causal())["weights"]
+    frame = cell.frame_locator("iframe[title='multihead explorer']")
+    frame.locator(".strip button[aria-current]").wait_for()
+    frame.locator(".token").nth(5).wait_for()
+    assert frame.locator(".token").all_inner_texts() == LABELS
+    frame.locator(".token").nth(4).click()
+    cell.wait_for_function("() => window.saved?.selection.query === 4")
+    assert cell.evaluate("() => window.saved.selection.query_token") == "so"
+    cell.evaluate("() => window.setTrait('state', 'model=given&step=3&head=2&at=weights.2.5.1')")
+    cell.wait_for_function("() => window.saved?.selection.name === 'weights'")
+    selection = cell.evaluate("() => window.saved.selection")
+    assert (selection["head"], selection["index"], selection["query"], selection["key"]) == (2, [2, 5, 1], 5, 1)
+    assert selection["value"] == pytest.approx(float(weights[2, 5, 1]), rel=1e-5)
+    assert (selection["query_token"], selection["key_token"]) == ("much", "love")
+    assert "at=weights.2.5.1" in cell.evaluate("() => window.saved.state")
+    cell.evaluate("() => window.setTrait('height', 500)")
+    assert cell.locator("iframe").bounding_box()["height"] == 500
+    assert (
+        cell.evaluate("() => getComputedStyle(document.body).maxWidth") == "none"
+    )  # the page's styles stay in its frame
+    cell.evaluate("() => window.end()")
+    assert cell.locator("iframe").count() == 0
+
+
+@needs_browser
+def test_a_refusal_is_said_in_the_cell(cell: Any) -> None:
+    frame = cell.frame_locator("iframe[title='multihead explorer']")
+    frame.locator(".strip button[aria-current]").wait_for()
+    cell.evaluate("() => window.setTrait('state', 'model=given&layer=9')")
+    frame.locator(".trouble:not([hidden])").wait_for()
+    assert "layer=9" in frame.locator(".trouble p").inner_text()
+
+
+def test_a_lens_is_a_map_and_nothing_else(layer_and_x: Any) -> None:
+    layer, x = layer_and_x
+    lens = layer.look(x, mask=mh.Causal())
+    session = notebook.session_of(lens)
+    assert session is not None
+    model = session.answer("models", {}).meta["models"][0]
+    assert (model["given"], model["most"]) == (6, 0)
+    asked = {"model": "given", "layer": 0, "input": {"kind": "given"}}
+    tile = session.answer("tile", asked | {"head": 1, "level": 0, "row": 0, "column": 0}).tensors["tile"]
+    torch.testing.assert_close(tile, lens.weights()[0, 1].detach())
+    assert notebook.session_of(mh.look(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 3, 4))) is None
+
+
+def test_the_package_needs_no_widget(monkeypatch: pytest.MonkeyPatch, layer_and_x: Any) -> None:
+    layer, x = layer_and_x
+    monkeypatch.setitem(__import__("sys").modules, "multihead.explorer.widget", None)
+    assert notebook.widget_of(Session([of_model(layer, x)[0]])) is None
