@@ -79,8 +79,9 @@ def test_jupyterlab_shows_it_and_selections_come_back(chromium: Any, tmp_path: P
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=120_000)
         page.locator(".jp-Cell .cm-content").first.click()
-        for _ in range(2):
+        for number in (1, 2):
             page.keyboard.press("Shift+Enter")
+            page.wait_for_selector(f".jp-InputPrompt:has-text('[{number}]')", timeout=120_000)
         frame = page.frame_locator("iframe[title='multihead explorer']").first
         frame.locator(".strip button[aria-current]").wait_for(timeout=120_000)
         assert frame.locator(".token").nth(3).inner_text() == "pizza"
