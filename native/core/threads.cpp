@@ -153,12 +153,14 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
   }
   std::atomic<int> able{0};
   std::atomic<std::int64_t> help{0};
-  std::int64_t done = 0;
   const bool counted = balance().adapts;
+  const std::int64_t begin = counted ? now() : 0;
+  std::int64_t entered = 0, done = 0;  // by the caller
 #pragma omp parallel num_threads(threads)
   {
     const bool helper = omp_get_thread_num() != 0;
     const std::int64_t before = counted && helper ? worked() : 0;
+    if (counted && !helper) entered = now();
     void* own = scratch.at_least(scratch_bytes);
     if (own || !scratch_bytes) {
       able.fetch_add(1, std::memory_order_relaxed);
@@ -168,11 +170,12 @@ bool parallel_run(int threads, index count, index scratch_bytes, TaskFunction ta
       }
     }
     if (counted && helper) help.fetch_add(worked() - before, std::memory_order_relaxed);
-    if (!helper) done = now();
+    if (counted && !helper) done = now();
   }
   if (counted) {
     const std::int64_t end = now();
-    balance().add(end, help.load(std::memory_order_relaxed), end - done);
+    // A region begins when all have come back from the one before, and ends when all are done.
+    balance().add(end, help.load(std::memory_order_relaxed), (entered - begin) + (end - done));
   }
   return able.load(std::memory_order_relaxed) > 0;  // one thread with memory is enough: it helped all others
 #else

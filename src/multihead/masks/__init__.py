@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from multihead.draw import squares
-from multihead.masks.intervals import Frame, Visible, higher_of, readable, require_storage
+from multihead.masks.intervals import Frame, Ramp, Visible, higher_of, readable, require_storage
 from multihead.sizes import require_int
 
 
@@ -53,7 +53,10 @@ class Mask:
     def lower(self, frame: Frame) -> Visible:
         """One interval of keys per query, and a dense remainder only where it must be."""
         frame = self.reframe(frame)
-        return self.within(frame).intersect(frame.in_use, frame)
+        seen = self.within(frame)
+        if frame.used is None and isinstance(seen.start, Ramp) and isinstance(seen.stop, Ramp):
+            return seen  # bounds are within 0…K as they are
+        return seen.intersect(frame.in_use, frame)
 
     def dense(self, Q: int, K: int, device: torch.device | None = None) -> Tensor:
         """A bool tensor, True where query may attend to key: (Q, K), or (B, H|1, Q, K) where rows differ."""
