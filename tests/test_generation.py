@@ -14,6 +14,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import kernel
 from multihead.layer import MultiHeadAttention
+from multihead.positions import NTKScaling
 
 pytestmark = pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
 
@@ -394,3 +395,101 @@ def test_equal_bits_on_any_number_of_threads(new: int, held: Any) -> None:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_memory_of_a_long_generation_is_as_computed() -> None:
+    """A growing cache of 8,192 tokens: its rows are copied when it doubles, and at no other token."""
+    layer = MultiHeadAttention(32, 4, kv_heads=2, rope=True).eval().requires_grad_(False)
+    cache, places = layer.new_cache(), set()
+    with torch.inference_mode():
+        for _ in range(8192):
+            layer(torch.ones(1, 1, 32), mask=mh.Causal(), cache=cache)
+            places.add(cache.k.data_ptr())
+        assert cache.nbytes == 2 * 8192 * 2 * 8 * 4  # k and v, tokens, G, D, bytes
+        assert len(places) <= 10  # rooms of 16, 32 … 8192
+        cache.crop(5000)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            for _ in range(20):
+                layer(torch.ones(1, 1, 32), mask=mh.Causal(), cache=cache)
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
+    assert allocated <= 20 * 4096  # x and y; the cache has 640 kB
+
+
+def watched_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes each call that takes the seven steps one by one."""
+    seen: list[str] = []
+    plain = MultiHeadAttention._seven_steps
+    monkeypatch.setattr(
+        MultiHeadAttention, "_seven_steps", lambda self, call: seen.append("one by one") or plain(self, call)
+    )
+    return seen
+
+
+class Turned(mh.RoPE):
+    def rotate(self, x: Tensor, positions: Tensor, *, length: Any = None) -> Tensor:
+        return -super().rotate(x, positions, length=length)
+
+
+def test_who_could_notice_takes_the_seven_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, x = watched_calls(monkeypatch), torch.randn(1, 3, E)
+
+    def steps_of(layer: MultiHeadAttention, **given: Any) -> int:
+        seen.clear()
+        layer(x, mask=mh.Causal(), cache=layer.new_cache(), **given)
+        return len(seen)
+
+    assert steps_of(a_layer(rope=True, qk_norm=True)) == 0
+    assert steps_of(a_layer(rope=Turned())) == 1
+    hooked = a_layer(rope=True, qk_norm=True)
+    hooked.q_norm.register_forward_hook(lambda *_: None)
+    assert steps_of(hooked) == 1
+    other = a_layer(qk_norm=True)
+    other.k_norm = torch.nn.LayerNorm(D)
+    assert steps_of(other) == 1
+    plain = a_layer(rope=True)
+    with mh.ablate(plain, heads=[1]):
+        assert steps_of(plain) == 1
+    assert steps_of(plain, bias=torch.zeros(1, 1)) == 1
+    assert steps_of(plain.requires_grad_(True)) == 1
+    plain.requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert steps_of(plain) == 1
+    monkeypatch.setattr(mh.RoPE, "rotate", lambda self, x, positions, **_: x)
+    assert steps_of(plain) == 1
+
+
+@pytest.mark.usefixtures("one_call")
+def test_the_language_model_generates_in_one_call_a_layer() -> None:
+    lm = mh.models.load("lm")
+    said = lm.generate("The people of the United", tokens=12, temperature=0)
+    assert said.startswith(" States")
+
+
+@pytest.mark.parametrize("pairing", ["halves", "interleaved"])
+def test_tables_are_shared_and_equal_what_rotate_does(pairing: str) -> None:
+    rope, x, first = mh.RoPE(base=321.0, pairing=pairing), torch.randn(2, 3, 5, 8), 700
+    cos, sin = rope.table(8, first + 5, torch.device("cpu"))
+    assert rope.table(8, 10, torch.device("cpu"))[0] is cos
+    turned = rope.turn(x, cos[first : first + 5], sin[first : first + 5])
+    torch.testing.assert_close(turned, rope.rotate(x, torch.arange(first, first + 5)), rtol=0, atol=1e-6)
+    assert mh.RoPE(scaling=NTKScaling(2.0, original_length=64)).table(8, 10, torch.device("cpu")) is None
+    assert rope.table(8, 2**17 + 1, torch.device("cpu")) is None
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize(
+    "positions", [torch.tensor([7, 3, 900_000]), torch.tensor([[5, 6, 7]] * B), torch.arange(3)], ids=str
+)
+def test_positions_of_ones_own(positions: Tensor) -> None:
+    layer, x = a_layer(rope=True), torch.randn(B, 3, E)
+    y = layer(x, mask=mh.Causal(), positions=positions)
+    where = positions.expand(B, 3)
+    for b in range(B):
+        q, k = (p(x[b]).view(3, -1, D).transpose(0, 1) for p in (layer.q_proj, layer.k_proj))
+        q, k = (layer.rope.rotate(t, where[b]).double() for t in (q, k))
+        v = layer.v_proj(x[b]).view(3, G, V).transpose(0, 1).double()
+        k, v = (t.repeat_interleave(H // G, 0) for t in (k, v))
+        scores = (q @ k.mT * D**-0.5).masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf)
+        out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(3, H * V)
+        expected = out @ layer.o_proj.weight.double().T + layer.o_proj.bias.double()
+        torch.testing.assert_close(y[b].double(), expected, rtol=1e-3, atol=1e-3)

@@ -16,6 +16,9 @@ struct Avx2 : Lanes<float, 8> {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F fused(F a, F b, F c) { return fma(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F from_i8(const std::int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+  }
   static F from_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
   static bool any(I mask) { return _mm256_movemask_ps((F)mask) != 0; }
   static F load_some(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }

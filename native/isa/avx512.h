@@ -16,6 +16,9 @@ struct Avx512 : Lanes<float, 16> {
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F fused(F a, F b, F c) { return fma(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F from_i8(const std::int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
   static F from_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static F select(I mask, F a, F b) { return _mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), b, a); }
   static bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
