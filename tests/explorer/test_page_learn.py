@@ -11,7 +11,7 @@ import multihead as mh
 from multihead.explorer import export
 from multihead.explorer.packaged import Example
 from multihead.explorer.session import Session
-from tests.explorer.browser import Explorer, chromium, explorer, needs_browser, server  # noqa: F401
+from tests.explorer.browser import PACKED, Explorer, chromium, explorer, needs_browser, server, unpacked  # noqa: F401
 from tests.explorer.test_page_look import CUT
 
 pytestmark = needs_browser
@@ -24,13 +24,13 @@ AFTER = ["mix", "transpose", "concatenate", "output"]
 def layer_of(explorer: Explorer, sizes: dict[str, Any], made: str = "makeLayer") -> tuple[Any, torch.Tensor]:
     """The learner's layer in JavaScript, as one of ours, and what goes into it."""
     found = explorer.js(
-        """async ([sizes, made]) => {
-             const all = {...await import('./lessons/layer.js'), ...await import('./lessons/patient.js')};
+        f"""async ([sizes, made]) => {{ {PACKED}
+             const all = {{...await import('./lessons/layer.js'), ...await import('./lessons/patient.js')}};
              const layer = all[made](sizes);
-             return Object.fromEntries(Object.entries(layer.known).map(([n, t]) => [n, [t.shape, Array.from(t.data)]])); }""",
+             return Object.fromEntries(Object.entries(layer.known).map(([n, t]) => [n, packed(t)])); }}""",
         [sizes, made],
     )
-    known = {name: torch.tensor(data).view(shape) for name, (shape, data) in found.items()}
+    known = {name: unpacked(t) for name, t in found.items()}
     E, H, _ = known["w_q"].shape
     layer = mh.MultiHeadAttention(E, heads=H, bias=False)
     with torch.no_grad():
@@ -319,13 +319,12 @@ def test_the_live_layer_is_that_of_the_trace_at_any_size(explorer: Explorer, E: 
     layer, x = layer_of(explorer, sizes)
     for name, t in mh.trace(layer, x, mask=mh.Causal()).items():
         made = explorer.js(
-            """async ([sizes, name]) => { const { makeLayer, run } = await import('./lessons/layer.js');
-                 const t = run(makeLayer(sizes))[name];
-                 return [t.shape, Array.from(t.data, v => v === -Infinity ? null : v)]; }""",
+            f"""async ([sizes, name]) => {{ {PACKED}
+                 const {{ makeLayer, run }} = await import('./lessons/layer.js');
+                 return packed(run(makeLayer(sizes))[name]); }}""",
             [sizes, name],
         )
-        got = torch.tensor([float("-inf") if v is None else v for v in made[1]]).view(made[0])
-        torch.testing.assert_close(got, t.detach(), rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(unpacked(made), t.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_progress_is_kept_and_forgotten(explorer: Explorer) -> None:
