@@ -53,6 +53,10 @@ def test_nothing_is_cut_off_and_axe_is_content(chromium: Any, server: Any, width
             explorer.settle()
         assert explorer.js("() => document.documentElement.dataset.theme") == theme
         assert explorer.js(CUT) == [], f"{fragment} at {width}"
+        assert explorer.js(
+            """() => { const r = document.querySelector('.strip [aria-current]').getBoundingClientRect();
+                 return r.left >= 0 && r.right <= innerWidth; }"""
+        ), f"the chosen step is out of sight: {fragment} at {width}"
         if width < 2560 and n in (0, 2, 6, 7, 8):  # names and contrast do not change with more room
             found = axe.run(explorer.page, options={"resultTypes": ["violations"]}).response["violations"]
             said = [

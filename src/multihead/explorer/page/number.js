@@ -42,6 +42,17 @@ export function createNumber(app) {
     return { name: "weights", index: [h, q, k] };
   }
 
+  let width = 0;
+  let tallest = 0;
+  /** As tall as it has been at this width: what stands below must not jump while one points here and there. */
+  function holdPlace() {
+    if (node.clientWidth !== width) tallest = 0;
+    width = node.clientWidth;
+    node.style.minHeight = "";
+    tallest = Math.max(tallest, Math.min(node.offsetHeight, 900));
+    node.style.minHeight = `${tallest}px`;
+  }
+
   function show() {
     const scene = app.session.scene.get();
     if (!scene) return;
@@ -64,6 +75,7 @@ export function createNumber(app) {
     back.disabled = at <= 0;
     forward.disabled = at >= path.length - 1;
     free.disabled = !app.store.get().at;
+    holdPlace();
     if (exists(scene, pointed)) app.live(`${made.title} = ${numberText(made.value)}`);
   }
 

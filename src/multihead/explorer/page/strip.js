@@ -106,13 +106,13 @@ export function createStrip(app) {
         button.setAttribute("aria-label", `Step ${n + 1}, ${words.title}, ${t ? `shape ${t.shape.join(" by ")}` : "not given by this model"}`);
         if (n + 1 !== step) button.removeAttribute("aria-current");
       });
+      draw();
       const chosen = buttons[step - 1];
       if (!chosen.hasAttribute("aria-current") && node.scrollWidth > node.clientWidth) { // in the middle, where there is no room for all
         const [around, own] = [node.getBoundingClientRect(), chosen.getBoundingClientRect()];
         node.scrollTo({ left: node.scrollLeft + own.left - around.left - (around.width - own.width) / 2 });
       }
       chosen.setAttribute("aria-current", "step");
-      draw();
     },
   };
 }

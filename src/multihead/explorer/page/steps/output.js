@@ -67,7 +67,7 @@ export function createOutput(app) {
     merged.show({ view: { name: "merged", t: tensors.merged, rows: [0], columns: [1] }, ink: app.ink("merged", (/** @type {number} */ r, /** @type {number} */ c) => Math.floor(c / V)), rowLabels: scene.labels, rowRole: "query", bands: { size: V, heads: H } });
     matrix.node.hidden = sign.hidden = !tensors.w_o || !scene.mixing;
     if (tensors.w_o && scene.mixing) matrix.show({ view: { name: "w_o", t: tensors.w_o, rows: [0, 1], columns: [2] }, ink: app.ink("w_o"), name: "W_o", rowBands: { size: V, heads: H } });
-    result.show({ view: { name: "output", t: tensors.output, rows: [0], columns: [1] }, ink: app.ink("output", scene.mixing ? null : (/** @type {number} */ r, /** @type {number} */ c) => Math.floor(c / V)), note: `who wrote the row of ${scene.labels[n]}`, rowLabels: scene.labels, rowRole: "query", reveal, lane: lane(scene, n) });
+    result.show({ view: { name: "output", t: tensors.output, rows: [0], columns: [1] }, ink: app.ink("output", scene.mixing ? null : (/** @type {number} */ r, /** @type {number} */ c) => Math.floor(c / V)), note: `hues: ${scene.labels[n]}`, rowLabels: scene.labels, rowRole: "query", reveal, lane: lane(scene, n) });
     if (moving) app.spot({ name: "output", index: [n, Math.min(E - 1, Math.floor((reveal % 1) * E))] });
     box.checked = scene.mixing;
     if (why.hidden) return;
