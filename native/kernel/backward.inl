@@ -4,6 +4,7 @@
 
 #include "kernel/blocks.inl"
 #include "kernel/groups.inl"
+#include "kernel/rows.inl"
 #include "kernel/scores.inl"
 #include "kernel/weights.inl"
 
@@ -19,9 +20,12 @@ namespace {
 // plain error at scores of 100. Of a row with one weight of more than 1/2 the mean is taken of what d_weights have over
 // that weight's own, so that with a weight of nearly 1 it subtracts that d_weight to the last bit, as a softmax with a
 // weight of 1 does. Where weights are even, the way from one largest weight to the next would round more than it saves.
-template <class A>
+template <class Rows>
 class BackwardQueries {
  public:
+  using M = typename Rows::Product;
+  using A = typename M::A;
+  using Item = typename M::Item;
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
@@ -30,9 +34,10 @@ class BackwardQueries {
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
     const index strips = block_rows<A>(s) / Lanes;
-    const index numbers =
-        strips * Lanes * (2 * s.D + s.V + 7) + tile_keys * (5 * Lanes + s.D + s.V) + W * row_width(s) + Lanes;
-    return (numbers * static_cast<index>(sizeof(T))) + (strips * 10 + 17) * 64 +
+    const index numbers = strips * Lanes * (s.D + 7) + tile_keys * 5 * Lanes + W * row_width(s) + Lanes;
+    const index items = strips * Lanes * (Rows::items(s.D) + Rows::items(s.V)) + Rows::panel_items;
+    return numbers * static_cast<index>(sizeof(T)) + items * static_cast<index>(sizeof(Item)) +
+           Rows::scratch_bytes(s.D, Use::both) + Rows::scratch_bytes(s.V, Use::scored) + (strips * 10 + 17) * 64 +
            strips * static_cast<index>(sizeof(Piece)) + kept_tiles(plan) * strips * slot_bytes;
   }
 
@@ -41,18 +46,21 @@ class BackwardQueries {
  private:
   struct Piece {
     Strip<A> strip;
-    T *d_out, *d_q, *factor, *delta, *mass;  // (V, lanes), (D, lanes), then (lanes) each
+    Item *q, *d_out;                 // panels of D and of V
+    T *d_q, *factor, *delta, *mass;  // (D, lanes), then (lanes) each
     T *peak, *base, *over;  // (lanes): the largest power so far, its d_weight, and the sum of what others have over it
   };
 
   const Gradients& g;
   const Plan& plan;
   const Task& task;
+  Arena arena;
+  Rows k, v;
   Piece* pieces;
   int count = 0;
-  T *scores, *d_weights, *staged, *visible, *slope, *k_copy, *v_copy, *rowwise, *scale;
+  Item* panel;
+  T *scores, *d_weights, *staged, *visible, *slope, *rowwise, *scale;
   T* kept;  // (tiles, strips, 2, keys, lanes): powers and d_weights of the first sweep, for the second
-  index k_stride, v_stride;
   T unit;
 
   // A tile of a strip, kept from one sweep to the other, saves two of the five products.
@@ -65,14 +73,18 @@ class BackwardQueries {
     return tiles < most ? tiles : most;
   }
 
-  BackwardQueries(const Gradients& gradients, const Task& t, void* scratch) : g(gradients), plan(g.plan), task(t) {
+  BackwardQueries(const Gradients& gradients, const Task& t, void* scratch)
+      : g(gradients),
+        plan(g.plan),
+        task(t),
+        arena{static_cast<char*>(scratch)},
+        k(plan.sizes.D, Use::both, arena),
+        v(plan.sizes.V, Use::scored, arena) {
     const Sizes& s = plan.sizes;
-    Arena arena{static_cast<char*>(scratch)};
+    panel = arena.take<Item>(Rows::panel_items);
     for (T** tile : {&scores, &d_weights, &staged, &visible, &slope}) *tile = arena.take<T>(tile_keys * Lanes);
     scale = arena.take<T>(Lanes);
     rowwise = arena.take<T>(W * row_width(s));
-    k_copy = arena.take<T>(tile_keys * s.D);
-    v_copy = arena.take<T>(tile_keys * s.V);
     pieces = arena.take<Piece>(block_rows<A>(s) / Lanes);
     kept = arena.take<T>(kept_tiles(plan) * (block_rows<A>(s) / Lanes) * slot);
     for (int lane = 0; lane < Lanes; ++lane) scale[lane] = static_cast<T>(plan.scale);
@@ -82,8 +94,8 @@ class BackwardQueries {
       Strip<A>& strip = piece.strip;
       strip.place(task, row);
       const index lanes = strip.nr * W;
-      strip.q = arena.take<T>(s.D * lanes);
-      piece.d_out = arena.take<T>(s.V * lanes);
+      piece.q = arena.take<Item>(Rows::items(s.D) * lanes);
+      piece.d_out = arena.take<Item>(Rows::items(s.V) * lanes);
       piece.d_q = arena.take<T>(s.D * lanes);
       strip.top = arena.take<T>(Lanes);
       piece.factor = arena.take<T>(Lanes);
@@ -93,8 +105,8 @@ class BackwardQueries {
       piece.base = arena.take<T>(Lanes);
       piece.over = arena.take<T>(Lanes);
       strip.bound(plan, task);
-      strip.pack(plan.q, plan.type, task.b, s.D, rowwise, strip.q);
-      strip.pack(g.d_out, plan.type, task.b, s.V, rowwise, piece.d_out);
+      Rows::pack(strip, plan.q, plan.type, task.b, s.D, rowwise, piece.q);
+      Rows::pack(strip, g.d_out, plan.type, task.b, s.V, rowwise, piece.d_out);
       std::memset(piece.d_q, 0, sizeof(T) * s.D * lanes);
       for (int lane = 0; lane < lanes; ++lane) {
         const index at = (task.b * s.H + strip.head[lane]) * s.Q + strip.query[lane];
@@ -143,37 +155,35 @@ class BackwardQueries {
     const bool may_copy = task.rows >= Lanes;
     const index most_kept = kept_tiles(plan);
     range.tiles([&](index from, index to, index tile) {
-      const T* k = rows_of(plan.k, plan, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
-      const T* v = rows_of(plan.v, plan, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, may_copy);
+      k.read(plan.k, plan, task.b, task.g, from, to, may_copy);
+      v.read(plan.v, plan, task.b, task.g, from, to, may_copy);
       for (int i = 0; i < count; ++i) {
         const Strip<A>& strip = pieces[i].strip;
         index low, high;
         if (!strip.clip(from, to, low, high)) continue;
-        const T *keys = k + (low - from) * k_stride, *values = v + (low - from) * v_stride;
         T* keep = tile < most_kept ? kept + (tile * count + i) * slot : nullptr;
-        with_vectors<A>(strip.nr,
-                        [&](auto nr) { step<nr.count>(pieces[i], low, high - low, keys, values, second, keep); });
+        with_vectors<A>(strip.nr, [&](auto nr) { step<nr.count>(pieces[i], low, high - low, second, keep); });
       }
     });
   }
 
   template <int NR>
-  void step(Piece& piece, index key, index keys, const T* k, const T* v, bool second, T* keep) {
+  void step(Piece& piece, index key, index keys, bool second, T* keep) {
     constexpr int MR = A::MR(NR);
     const Strip<A>& strip = piece.strip;
     const bool adjusted = !plan.plain() || key < strip.common || key + keys > strip.uncommon;
     if (adjusted) keep = nullptr;  // what is hidden would have to be kept, too
     if (second && keep) {
-      finish_kept<NR>(piece, keys, k, keep);
+      finish_kept<NR>(piece, key, keys, keep);
       return;
     }
     T *const scores = keep ? keep : this->scores, *const d_weights = keep ? keep + slot / 2 : this->d_weights;
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
-    ScoreGroups<OwnType<A>, NR> score{k, k_stride, strip.q, plan.sizes.D, scores, {}};
+    ScoreGroups<M, NR> score{k.at(key), k.stride(), piece.q, Rows::items(plan.sizes.D), scores, {}};
     in_groups<MR>(keys, score);
-    ScoreGroups<OwnType<A>, NR> through{v, v_stride, piece.d_out, plan.sizes.V, d_weights, {}};
+    ScoreGroups<M, NR> through{v.at(key), v.stride(), piece.d_out, Rows::items(plan.sizes.V), d_weights, {}};
     in_groups<MR>(keys, through);
     bool hidden = false;
     if (adjusted) {
@@ -225,12 +235,12 @@ class BackwardQueries {
       }
       return;
     }
-    gather<NR>(piece, keys, k, hidden);
+    k.template gather<NR>(key, keys, scores, hidden, visible, panel, piece.d_q);
   }
 
   // The second sweep over a tile that the first has kept; every lane sees all of it.
   template <int NR>
-  void finish_kept(Piece& piece, index keys, const T* k, const T* keep) {
+  void finish_kept(Piece& piece, index key, index keys, const T* keep) {
     F factor[NR], delta[NR];
     for (int c = 0; c < NR; ++c) {
       factor[c] = A::load(piece.factor + c * W);
@@ -243,21 +253,7 @@ class BackwardQueries {
         const F weight = A::load(keep + at) * factor[c];
         A::store(scores + at, weight * (A::load(keep + slot / 2 + at) - delta[c]));
       }
-    gather<NR>(piece, keys, k, false);
-  }
-
-  // d_q += scores . k, leaving out what is hidden where a key is not finite.
-  template <int NR>
-  void gather(Piece& piece, index keys, const T* k, bool hidden) {
-    F one[NR];
-    for (int c = 0; c < NR; ++c) one[c] = A::all(1);
-    if (hidden && !finite<A>(k, k_stride, plan.sizes.D, keys)) {
-      mix_seen<A, NR>(plan.sizes.D, piece.d_q, keys, scores, visible, k, k_stride, one);
-    } else {
-      MixGroups<OwnType<A>, NR> into{k, k_stride, scores, keys, piece.d_q, {}};
-      for (int c = 0; c < NR; ++c) into.decay[c] = one[c];
-      in_groups<A::MR(NR)>(plan.sizes.D, into);
-    }
+    k.template gather<NR>(key, keys, scores, false, visible, panel, piece.d_q);
   }
 };
 

@@ -7,9 +7,12 @@
 namespace multihead {
 namespace {
 
-template <class A>
+template <class Rows>
 class BackwardKeys {
  public:
+  using M = typename Rows::Product;
+  using A = typename M::A;
+  using Item = typename M::Item;
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
@@ -20,9 +23,10 @@ class BackwardKeys {
   static index scratch_bytes(const Plan& plan) {
     const Sizes& s = plan.sizes;
     const index strips = block_keys(s) / Lanes;
-    const index numbers =
-        strips * Lanes * 2 * (s.D + s.V) + tile_rows * (3 * Lanes + s.D + s.V) + W * row_width(s) + 2 * Lanes;
-    return numbers * static_cast<index>(sizeof(T)) + (strips * 5 + 16) * 64 +
+    const index numbers = strips * Lanes * (s.D + s.V) + tile_rows * 3 * Lanes + W * row_width(s) + 2 * Lanes;
+    const index items = strips * Lanes * (Rows::items(s.D) + Rows::items(s.V)) + Rows::panel_items;
+    return numbers * static_cast<index>(sizeof(T)) + items * static_cast<index>(sizeof(Item)) +
+           Rows::scratch_bytes(s.D, Use::both) + Rows::scratch_bytes(s.V, Use::both) + (strips * 5 + 16) * 64 +
            strips * static_cast<index>(sizeof(Piece));
   }
 
@@ -32,27 +36,34 @@ class BackwardKeys {
   struct Piece {
     Strip<A> strip;  // its rows are keys: query[lane] is the key, head[lane] the key/value head
     index key;
-    T *k, *v, *d_k, *d_v;  // (D, lanes), (V, lanes), (D, lanes), (V, lanes)
+    Item *k, *v;   // panels of D and of V
+    T *d_k, *d_v;  // (D, lanes), (V, lanes)
   };
 
   const Gradients& g;
   const Plan& plan;
   const Task& task;  // key, keys: the block of keys
+  Arena arena;
+  Rows q, d;  // queries, and the gradients of their outputs
   Piece* pieces;
   int count = 0;
-  T *scores, *weights, *visible, *q_copy, *d_copy, *rowwise, *ones, *scale;
-  index q_stride, d_stride;
+  Item* panel;
+  T *scores, *weights, *visible, *rowwise, *ones, *scale;
   T unit;
 
-  BackwardKeys(const Gradients& gradients, const Task& t, void* scratch) : g(gradients), plan(g.plan), task(t) {
+  BackwardKeys(const Gradients& gradients, const Task& t, void* scratch)
+      : g(gradients),
+        plan(g.plan),
+        task(t),
+        arena{static_cast<char*>(scratch)},
+        q(plan.sizes.D, Use::both, arena),
+        d(plan.sizes.V, Use::both, arena) {
     const Sizes& s = plan.sizes;
-    Arena arena{static_cast<char*>(scratch)};
+    panel = arena.take<Item>(Rows::panel_items);
     for (T** tile : {&scores, &weights, &visible}) *tile = arena.take<T>(tile_rows * Lanes);
     ones = arena.take<T>(Lanes);
     scale = arena.take<T>(Lanes);
     rowwise = arena.take<T>(W * row_width(s));
-    q_copy = arena.take<T>(tile_rows * s.D);
-    d_copy = arena.take<T>(tile_rows * s.V);
     pieces = arena.take<Piece>(block_keys(s) / Lanes);
     for (int lane = 0; lane < Lanes; ++lane) ones[lane] = 1, scale[lane] = static_cast<T>(plan.scale);
     unit = score_unit<T>(plan);
@@ -62,12 +73,12 @@ class BackwardKeys {
       piece.key = task.key + key;
       over_keys(strip, task.g, piece.key, task.keys - key);
       const index lanes = strip.nr * W;
-      piece.k = arena.take<T>(s.D * lanes);
-      piece.v = arena.take<T>(s.V * lanes);
+      piece.k = arena.take<Item>(Rows::items(s.D) * lanes);
+      piece.v = arena.take<Item>(Rows::items(s.V) * lanes);
       piece.d_k = arena.take<T>(s.D * lanes);
       piece.d_v = arena.take<T>(s.V * lanes);
-      strip.pack(plan.k, plan.type, task.b, s.D, rowwise, piece.k);
-      strip.pack(plan.v, plan.type, task.b, s.V, rowwise, piece.v);
+      Rows::pack(strip, plan.k, plan.type, task.b, s.D, rowwise, piece.k);
+      Rows::pack(strip, plan.v, plan.type, task.b, s.V, rowwise, piece.v);
       std::memset(piece.d_k, 0, sizeof(T) * s.D * lanes);
       std::memset(piece.d_v, 0, sizeof(T) * s.V * lanes);
     }
@@ -80,15 +91,13 @@ class BackwardKeys {
     for (index h = task.g * s.group(); h < (task.g + 1) * s.group(); ++h)
       for (index tile = 0; tile < s.Q; tile += tile_rows) {
         if (!rows.fill(plan, task.b, h, tile, task.key, task.key + task.keys)) continue;
-        const T* q = rows_of(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, may_copy);
-        const T* d = rows_of(g.d_out, plan, task.b, h, s.V, tile, rows.rows, d_copy, d_stride, may_copy);
+        q.read(plan.q, plan, task.b, h, tile, tile + rows.rows, may_copy);
+        d.read(g.d_out, plan, task.b, h, tile, tile + rows.rows, may_copy);
         for (int i = 0; i < count; ++i) {
           Piece& piece = pieces[i];
           const QueryRun part = rows.over(piece.key, piece.key + piece.strip.rows);
           if (!part.count) continue;
-          const index first = part.query - tile;
-          with_vectors<A>(piece.strip.nr,
-                          [&](auto nr) { step<nr.count>(piece, part, q + first * q_stride, d + first * d_stride); });
+          with_vectors<A>(piece.strip.nr, [&](auto nr) { step<nr.count>(piece, part); });
         }
       }
     for (int i = 0; i < count; ++i) {
@@ -101,11 +110,11 @@ class BackwardKeys {
   }
 
   template <int NR>
-  void step(Piece& piece, const QueryRun& rows, const T* q, const T* d) {
+  void step(Piece& piece, const QueryRun& rows) {
     constexpr int MR = A::MR(NR);
-    ScoreGroups<OwnType<A>, NR> score{q, q_stride, piece.k, plan.sizes.D, scores, {}};
+    ScoreGroups<M, NR> score{q.at(rows.query), q.stride(), piece.k, Rows::items(plan.sizes.D), scores, {}};
     in_groups<MR>(rows.count, score);
-    ScoreGroups<OwnType<A>, NR> through{d, d_stride, piece.v, plan.sizes.V, weights, {}};
+    ScoreGroups<M, NR> through{d.at(rows.query), d.stride(), piece.v, Rows::items(plan.sizes.V), weights, {}};
     in_groups<MR>(rows.count, through);
 
     const bool hides = rows.ragged || plan.allowed.data || plan.bias.data;
@@ -159,24 +168,16 @@ class BackwardKeys {
         A::store(weights + at, used);
       }
     }
-    gather<NR>(plan.sizes.D, piece.d_k, scores, q, q_stride, rows.count, hidden);
-    gather<NR>(plan.sizes.V, piece.d_v, weights, d, d_stride, rows.count, hidden);
-  }
-
-  // to[width][lanes] += rows^T . by, leaving out what is hidden where a row is not finite.
-  template <int NR>
-  void gather(index width, T* to, const T* by, const T* rows, index stride, index depth, bool hidden) {
-    F one[NR];
-    for (int c = 0; c < NR; ++c) one[c] = A::all(1);
-    if (hidden && !finite<A>(rows, stride, width, depth)) {
-      mix_seen<A, NR>(width, to, depth, by, visible, rows, stride, one);
-      return;
-    }
-    MixGroups<OwnType<A>, NR> into{rows, stride, by, depth, to, {}};
-    for (int c = 0; c < NR; ++c) into.decay[c] = one[c];
-    in_groups<A::MR(NR)>(width, into);
+    q.template gather<NR>(rows.query, rows.count, scores, hidden, visible, panel, piece.d_k);
+    d.template gather<NR>(rows.query, rows.count, weights, hidden, visible, panel, piece.d_v);
   }
 };
+
+template <class Rows>
+index backward_scratch(const Plan& plan) {
+  const index a = BackwardQueries<Rows>::scratch_bytes(plan), b = BackwardKeys<Rows>::scratch_bytes(plan);
+  return a > b ? a : b;
+}
 
 }  // namespace
 }  // namespace multihead

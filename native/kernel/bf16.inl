@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/kernels.h"
+#include "kernel/backward_keys.inl"
 #include "kernel/few.inl"
 #include "kernel/forward.inl"
 #include "kernel/linear_few.inl"
@@ -29,6 +30,9 @@ constexpr Kernels make_half_kernels() {
   k.attend_block = Forward<PairOperands<Pairs>>::run;
   k.attend_few = Few<Pairs>::run;
   k.merge = merge<A>;
+  k.backward_scratch = backward_scratch<PairRows<Pairs>>;
+  k.backward_queries = BackwardQueries<PairRows<Pairs>>::run;
+  k.backward_keys = BackwardKeys<PairRows<Pairs>>::run;
   k.linear_few_scratch = LinearFew<Pairs>::scratch_bytes;
   k.linear_few = LinearFew<Pairs>::run;
   k.linear_block_scratch = LinearBlock<PairFactors<Pairs>>::scratch_bytes;

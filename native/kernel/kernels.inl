@@ -23,12 +23,6 @@ index scratch_bytes(const Plan& plan) {
 }
 
 template <class A>
-index backward_scratch(const Plan& plan) {
-  const index a = BackwardQueries<A>::scratch_bytes(plan), b = BackwardKeys<A>::scratch_bytes(plan);
-  return a > b ? a : b;
-}
-
-template <class A>
 constexpr Kernels make_kernels() {
   Kernels k{};
   k.lanes = A::NR * A::W;
@@ -38,9 +32,9 @@ constexpr Kernels make_kernels() {
   k.attend_block = Forward<OwnOperands<A>>::run;
   k.attend_few = attend_few<A>;
   k.merge = merge<A>;
-  k.backward_scratch = backward_scratch<A>;
-  k.backward_queries = BackwardQueries<A>::run;
-  k.backward_keys = BackwardKeys<A>::run;
+  k.backward_scratch = backward_scratch<OwnRows<A>>;
+  k.backward_queries = BackwardQueries<OwnRows<A>>::run;
+  k.backward_keys = BackwardKeys<OwnRows<A>>::run;
   k.look_scratch = Look<A>::scratch_bytes;
   k.look_weights = Look<A>::write;
   k.look_map = Look<A>::pool;

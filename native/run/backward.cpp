@@ -32,7 +32,8 @@ void run_all(const Gradients& gradients, Step step, const std::vector<Task>& tas
 void backward(const Gradients& gradients, const Isa& isa, int threads) {
   const Plan& plan = gradients.plan;
   const Sizes& s = plan.sizes;
-  const Kernels& kernels = plan.type == Type::f64 ? *isa.f64 : *isa.f32;
+  const bool half = plan.type == Type::bf16 && isa.bf16;
+  const Kernels& kernels = half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
   const index rows = s.rows(), block = kernels.block_rows(s), pairs = s.B * s.G;
   if (double(s.B) * s.H * s.Q * s.K * (s.D + s.V) < 1e5) threads = 1;
   const index scratch = kernels.backward_scratch(plan);

@@ -12,6 +12,7 @@ from test_kernel_forward import CASES, OPTIONS, Case, noise
 from torch import Tensor
 
 all_isas = pytest.mark.parametrize("isa", ISAS)
+both_products = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of numbers, and of pairs
 
 
 def gradients_given(problem: Problem, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -50,16 +51,18 @@ def test_gradients_within_twice_plain(case: Case, isa: str, dtype: torch.dtype) 
 
 
 @all_isas
+@both_products
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o not in ("sinks", "all at once")])
 @pytest.mark.parametrize("case", [CASES[2], CASES[5], CASES[9]], ids=lambda c: c.why)
-def test_options(option: str, case: Case, isa: str) -> None:
-    check(case.problem(**OPTIONS[option](case)), isa)
+def test_options(option: str, case: Case, dtype: torch.dtype, isa: str) -> None:
+    check(case.problem(dtype, **OPTIONS[option](case)), isa)
 
 
 @all_isas
+@both_products
 @pytest.mark.parametrize("option", ["sinks", "all at once"])
-def test_sinks_stand_in_the_denominator(option: str, isa: str) -> None:
-    check(CASES[2].problem(**OPTIONS[option](CASES[2])), isa)
+def test_sinks_stand_in_the_denominator(option: str, dtype: torch.dtype, isa: str) -> None:
+    check(CASES[2].problem(dtype, **OPTIONS[option](CASES[2])), isa)
 
 
 @all_isas
@@ -72,12 +75,13 @@ def test_large_logits_keep_their_digits(isa: str, size: float) -> None:
 
 
 @all_isas
+@both_products
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
-def test_hidden_numbers_reach_no_gradient(where: str, isa: str) -> None:
+def test_hidden_numbers_reach_no_gradient(where: str, dtype: torch.dtype, isa: str) -> None:
     """A NaN spoils the gradients of the rows and keys that meet it, and no others."""
     case = CASES[4]
-    clean, dirty = case.problem(), case.problem()
-    d_out = noise(case.B, case.H, case.Q, case.V)
+    clean, dirty = case.problem(dtype), case.problem(dtype)
+    d_out = noise(case.B, case.H, case.Q, case.V).to(dtype)
     spoiled, at = d_out.clone(), 100
     if where == "d_out":
         spoiled[:, :, at] = math.nan
@@ -96,9 +100,10 @@ def test_hidden_numbers_reach_no_gradient(where: str, isa: str) -> None:
 
 
 @all_isas
-def test_a_query_that_sees_nothing_has_no_gradient(isa: str) -> None:
-    problem = CASES[3].problem()
-    d_out = noise(1, 2, 65, 40)
+@both_products
+def test_a_query_that_sees_nothing_has_no_gradient(dtype: torch.dtype, isa: str) -> None:
+    problem = CASES[3].problem(dtype)
+    d_out = noise(1, 2, 65, 40).to(dtype)
     d_out[:, :, 0] = math.nan
     d_q, d_k, d_v = problem.native_gradients(d_out, isa=isa)
     assert (d_q[:, :, :2] == 0).all()
@@ -107,9 +112,10 @@ def test_a_query_that_sees_nothing_has_no_gradient(isa: str) -> None:
 
 
 @all_isas
-def test_bits_do_not_depend_on_threads(isa: str) -> None:
-    problem = CASES[4].problem()
-    d_out = noise(1, 2, 197, 64)
+@both_products
+def test_bits_do_not_depend_on_threads(dtype: torch.dtype, isa: str) -> None:
+    problem = CASES[4].problem(dtype)
+    d_out = noise(1, 2, 197, 64).to(dtype)
     one, three = (problem.native_gradients(d_out, isa=isa, threads=n) for n in (1, 3))
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
