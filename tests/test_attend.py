@@ -102,6 +102,14 @@ class TestChoice:
         assert mh.explain(meta, meta, meta).backend == "sdpa"
         assert mh.explain(meta, meta, meta, softcap=1.0).backend == "reference"
 
+    @pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
+    def test_explain_says_how_numbers_are_multiplied(self) -> None:
+        how = {torch.float32: "", torch.float16: "as float32, "}
+        how[torch.bfloat16] = "in pairs, " if kernel.instruction_set().endswith("_bf16") else "as float32, "
+        for dtype, words in how.items():
+            q = self.q.to(dtype)
+            assert f"native kernel, {kernel.instruction_set()}, {words}skipping" in str(mh.explain(q, q, q))
+
     def test_explain_says_what_each_would_do(self) -> None:
         told = str(mh.explain(self.q, self.q, self.q, mh.Causal(window=2), sinks=torch.zeros(2)))
         assert "  sdpa: refuses: torch's fused kernels have no sinks" in told

@@ -20,6 +20,9 @@ struct Avx2 : Lanes<float, 8> {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
   }
   static F from_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static void to_f16(F x, std::uint16_t* p) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
   static bool any(I mask) { return _mm256_movemask_ps((F)mask) != 0; }
   static F load_some(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
   static void store_some(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }

@@ -20,6 +20,9 @@ struct Avx512 : Lanes<float, 16> {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
   }
   static F from_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+  static void to_f16(F x, std::uint16_t* p) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
   static F select(I mask, F a, F b) { return _mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), b, a); }
   static bool any(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
   static F load_some(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }

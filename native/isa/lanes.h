@@ -90,6 +90,18 @@ struct Lanes {
     const U special = (U)(magnitude >= 0x7c00) & 0x7f800000u;
     return (F)((U)finite | special | ((bits & 0x8000) << 16));
   }
+  // Rounded to nearest even; NaN stays one.
+  static void to_f16(F x, std::uint16_t* p) {
+    typedef std::uint16_t Halves __attribute__((vector_size(Width * 2)));
+    const U bits = (U)x, magnitude = bits & 0x7fffffffu, shifted = magnitude - (112u << 23);
+    const U normal = (shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13;
+    const U small = (U)((F)magnitude + all(T(0.5f))) - (U)all(T(0.5f));  // the sum rounds at its last bit, 2^-24
+    const U large = (U)(magnitude > 0x7f800000u) & 0x200u;
+    U half = (U)(magnitude < 0x38800000u) ? small : normal;         // 2^-14
+    half = (U)(magnitude >= 0x477ff000u) ? 0x7c00u | large : half;  // 65520
+    const Halves x16 = __builtin_convertvector(half | ((bits >> 16) & 0x8000u), Halves);
+    std::memcpy(p, &x16, sizeof x16);
+  }
   static T sum(F x) {  // pairwise, in an order that does not depend on the instruction set's W beyond its value
     T part[W];
     store(part, x);

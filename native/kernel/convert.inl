@@ -46,34 +46,45 @@ inline std::uint16_t to_f16(float x) {
   return static_cast<std::uint16_t>(sign | ((shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13));
 }
 
-// n numbers from `source`, read as `type`, into T: floats of any kind into float, doubles into double.
-template <class T>
-void widen(const void* source, Type type, index n, T* to) {
-  if (type == Type::bf16) {
-    const auto* from = static_cast<const std::uint16_t*>(source);
-    for (index i = 0; i < n; ++i) to[i] = from_bf16(from[i]);
-  } else if (type == Type::f16) {
-    const auto* from = static_cast<const std::uint16_t*>(source);
-    for (index i = 0; i < n; ++i) to[i] = from_f16(from[i]);
-  } else if (type == Type::i8) {
-    const auto* from = static_cast<const std::int8_t*>(source);
-    for (index i = 0; i < n; ++i) to[i] = from[i];
-  } else if (n) {  // a statistics pass has no values, and no address of them
-    std::memcpy(to, source, n * sizeof(T));
+// n numbers from `source`, read as `type`, as the sums' own: halves, or bytes, into floats, doubles into doubles.
+template <class A>
+void widen(const void* source, Type type, index n, typename A::T* to) {
+  using T = typename A::T;
+  if constexpr (sizeof(T) == 4) {
+    if (type == Type::i8) {
+      const auto* from = static_cast<const std::int8_t*>(source);
+      for (index i = 0; i < n; ++i) to[i] = from[i];
+      return;
+    }
+    if (type == Type::bf16 || type == Type::f16) {
+      const auto* from = static_cast<const std::uint16_t*>(source);
+      index i = 0;
+      for (; i + A::W <= n; i += A::W)
+        A::store(to + i, type == Type::f16 ? A::from_f16(from + i) : A::from_bf16(from + i));
+      for (; i < n; ++i) to[i] = type == Type::f16 ? from_f16(from[i]) : from_bf16(from[i]);
+      return;
+    }
   }
+  if (n) std::memcpy(to, source, static_cast<std::size_t>(n) * sizeof(T));  // a statistics pass has no values at all
 }
 
-template <class T>
-void narrow(const T* from, Type type, index n, void* target) {
-  if (type == Type::bf16) {
+template <class A>
+void narrow(const typename A::T* from, Type type, index n, void* target) {
+  using T = typename A::T;
+  if constexpr (sizeof(T) == 4) {
     auto* to = static_cast<std::uint16_t*>(target);
-    for (index i = 0; i < n; ++i) to[i] = to_bf16(static_cast<float>(from[i]));
-  } else if (type == Type::f16) {
-    auto* to = static_cast<std::uint16_t*>(target);
-    for (index i = 0; i < n; ++i) to[i] = to_f16(static_cast<float>(from[i]));
-  } else if (n) {
-    std::memcpy(target, from, n * sizeof(T));
+    if (type == Type::bf16) {
+      for (index i = 0; i < n; ++i) to[i] = to_bf16(from[i]);
+      return;
+    }
+    if (type == Type::f16) {
+      index i = 0;
+      for (; i + A::W <= n; i += A::W) A::to_f16(A::load(from + i), to + i);
+      for (; i < n; ++i) to[i] = to_f16(from[i]);
+      return;
+    }
   }
+  if (n) std::memcpy(target, from, static_cast<std::size_t>(n) * sizeof(T));
 }
 
 // The address of row `row` of head `head` in batch row `b`.

@@ -84,7 +84,7 @@ class Few {
       Kept* lanes = q + r * padded(s.D);
       const void* from = row_of(plan.q, plan.type, task.b, h, query);
       if constexpr (sizeof(Kept) == sizeof(T))
-        widen(from, plan.type, s.D, lanes);
+        widen<A>(from, plan.type, s.D, lanes);
       else if (s.D)
         std::memcpy(lanes, from, sizeof(Kept) * static_cast<std::size_t>(s.D));
       for (index d = s.D; d < padded(s.D); ++d) lanes[d] = 0;
@@ -321,7 +321,7 @@ class Few {
     const Ending<T> end = ending<T>(plan, row[r].h, row[r].top, row[r].total);
     end.save(plan, task.b, row[r].h, row[r].q);
     for (index j = 0; j < V; ++j) sums[j] *= end.factor;
-    narrow(sums, plan.type, V, row_of(plan.out, plan.type, task.b, row[r].h, row[r].q));
+    narrow<A>(sums, plan.type, V, row_of(plan.out, plan.type, task.b, row[r].h, row[r].q));
   }
 };
 

@@ -23,7 +23,7 @@ class PrepareHeads {
       const Rotation& turn = heads.rotation;
       const index at = turn.cos ? turn.offset(b, n) : 0;
       for (index h = 0; h < heads.heads; ++h) {
-        widen(row_of(heads.from, heads.from_type, b, h, n), heads.from_type, heads.width, row);
+        widen<A>(row_of(heads.from, heads.from_type, b, h, n), heads.from_type, heads.width, row);
         if (heads.norm.wanted) norm(heads.norm, heads.width, row);
         if (turn.cos && turn.interleaved) rotate_neighbours(turn.cos + at, turn.sin + at, turn.pairs, row);
         if (turn.cos && !turn.interleaved) rotate_halves(turn.cos + at, turn.sin + at, turn.pairs, row);
@@ -31,7 +31,7 @@ class PrepareHeads {
         if (heads.to_type == Type::i8)
           quantise(row, heads.width, reinterpret_cast<std::int8_t*>(to), scale_of(heads.scales, b, h, place));
         else
-          narrow(row, heads.to_type, heads.width, to);
+          narrow<A>(row, heads.to_type, heads.width, to);
       }
     }
   }

@@ -77,7 +77,8 @@ struct OwnFactors {
     stride = copy ? linear.inputs : linear.weight_row;
     if (!copy) return reinterpret_cast<const T*>(from);
     for (index i = 0; i < count; ++i)
-      widen(from + i * linear.weight_row * bytes(linear.type), linear.type, linear.inputs, copy + i * linear.inputs);
+      widen<Arch>(from + i * linear.weight_row * bytes(linear.type), linear.type, linear.inputs,
+                  copy + i * linear.inputs);
     return copy;
   }
 };
@@ -123,7 +124,8 @@ class LinearBlock {
         const index at = strip.head[lane] * linear.y_batch + head * linear.y_head + strip.query[lane] * linear.y_row;
         to[lane] = static_cast<char*>(linear.y) + (at + place) * bytes(linear.x_type);
       }
-      if (linear.bias) widen(static_cast<const char*>(linear.bias) + o * bytes(linear.type), linear.type, count, bias);
+      if (linear.bias)
+        widen<A>(static_cast<const char*>(linear.bias) + o * bytes(linear.type), linear.type, count, bias);
       with_vectors<A>(strip.nr, [&](auto nr) {
         multiply<nr.count>(linear, factors, o, count, linear.bias ? bias : nullptr, panel, to, strip.rows, tile);
       });

@@ -18,8 +18,10 @@ constexpr int outputs_together = R == 4 && A::W < 16 ? 3
 
 // A few rows of x packed side by side in scratch, padded with zeros to whole vectors; behind three of them a row of
 // zeros, for they are read as four.
-template <class Kept>
+template <class Reader>
 struct PackedRows {
+  using A = typename Reader::A;
+  using Kept = typename Reader::Kept;
   Kept* data;
   index step;
 
@@ -43,7 +45,7 @@ struct PackedRows {
       if constexpr (sizeof(Kept) == 2)
         std::memcpy(data + i * step, from, sizeof(Kept) * used);
       else
-        widen(from, linear.x_type, linear.inputs, data + i * step);
+        widen<A>(from, linear.x_type, linear.inputs, data + i * step);
       std::memset(data + i * step + used, 0, sizeof(Kept) * (padded - used));
     }
     if (linear.rows % 4 == 3) std::memset(data + linear.rows * step, 0, sizeof(Kept) * padded);
@@ -62,8 +64,7 @@ inline void put(const Number (&from)[R * N], index rows, index count, char* to, 
 
 // Outputs [first, last) of rows [row, row + R) of x.
 template <class Reader, int R>
-void linear_rows(const Linear& linear, const PackedRows<typename Reader::Kept>& packed, index first, index last,
-                 index row) {
+void linear_rows(const Linear& linear, const PackedRows<Reader>& packed, index first, index last, index row) {
   using A = typename Reader::A;
   using T = typename A::T;
   using Number = typename Reader::Number;
@@ -92,7 +93,7 @@ void linear_rows(const Linear& linear, const PackedRows<typename Reader::Kept>& 
       put<R, N>(sums, rows, count, y + o * size, linear.y_row * size);
     } else {
       Half halves[R * N];
-      narrow(sums, linear.x_type, R * N, halves);
+      narrow<A>(sums, linear.x_type, R * N, halves);
       put<R, N>(halves, rows, count, y + o * size, linear.y_row * size);
     }
   }
@@ -102,7 +103,7 @@ template <class Reader>
 class LinearFew {
  public:
   using A = typename Reader::A;
-  using Rows = PackedRows<typename Reader::Kept>;
+  using Rows = PackedRows<Reader>;
 
   static index scratch_bytes(const Linear& linear) { return Rows::bytes(linear); }
 

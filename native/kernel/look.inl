@@ -110,7 +110,7 @@ class Look {
     }
     const bool may_copy = task.rows >= Lanes;
     range.tiles([&](index from, index to, index) {
-      const T* k = rows_of(plan.k, plan, b, g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
+      const T* k = rows_of<A>(plan.k, plan, b, g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
       for (int i = 0; i < count; ++i) {
         const Strip<A>& strip = strips[i];
         index low, high;

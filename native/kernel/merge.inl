@@ -35,7 +35,7 @@ void merge(const Plan& plan, const Task& task, const void* const* parts, index c
         if (part(i)[V] == none && part(i)[V + 1] == 0) continue;
         for (index j = 0; j < width; ++j) sum[j] += part(i)[v + j] * by;
       }
-      narrow(sum, plan.type, width, out + v * bytes(plan.type));
+      narrow<A>(sum, plan.type, width, out + v * bytes(plan.type));
     }
   }
 }

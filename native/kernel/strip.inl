@@ -122,7 +122,7 @@ struct Strip {
         if (stored_as<T>(type)) {
           source[i] = static_cast<const T*>(at);
         } else {
-          widen(at, type, width, rowwise + i * width);
+          widen<A>(at, type, width, rowwise + i * width);
           source[i] = rowwise + i * width;
         }
       }
@@ -160,7 +160,7 @@ struct Strip {
         }
       }
       if (!stored_as<T>(type))
-        for (int i = 0; i < count; ++i) narrow(target[i], type, V, to(c * W + i));
+        for (int i = 0; i < count; ++i) narrow<A>(target[i], type, V, to(c * W + i));
     }
   }
 };

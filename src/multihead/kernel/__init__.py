@@ -53,4 +53,11 @@ def in_pairs() -> bool:
 
 def bfloat16() -> str:
     """How the kernel multiplies bfloat16 numbers here, in words."""
-    return f"{instruction_set()}, {'in pairs' if in_pairs() else 'as float32'}"
+    return arithmetic("bfloat16")
+
+
+def arithmetic(dtype: str) -> str:
+    """The build of the kernel that runs here, and how it multiplies half-precision numbers."""
+    if dtype not in ("bfloat16", "float16"):
+        return instruction_set()
+    return f"{instruction_set()}, {'in pairs' if dtype == 'bfloat16' and in_pairs() else 'as float32'}"

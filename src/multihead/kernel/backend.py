@@ -31,7 +31,8 @@ class Native:
         adapts, alone, _ = kernel.module.patience() if kernel.module is not None else (False, False, 0)
         slow = ", on one thread while others come late" if adapts and alone else ""
         through = "" if call.ineligible is None else f"; through torch's operator, because {call.ineligible.says}"
-        return f"the native kernel, {kernel.instruction_set()}, skipping what is hidden{slow}{through}"
+        how = kernel.arithmetic(str(call.q.dtype).removeprefix("torch."))
+        return f"the native kernel, {how}, skipping what is hidden{slow}{through}"
 
     def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out, lse, _ = attend_through_torch(call, seed)
