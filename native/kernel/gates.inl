@@ -17,13 +17,13 @@ class GateRows {
     float* up = gate + (gates.width + W - 1) / W * W;
     const index size = bytes(gates.type);
     for (index row = from; row < to; ++row) {
-      widen(static_cast<const char*>(gates.gate) + row * gates.row * size, gates.type, gates.width, gate);
-      widen(static_cast<const char*>(gates.up) + row * gates.row * size, gates.type, gates.width, up);
+      widen<A>(static_cast<const char*>(gates.gate) + row * gates.row * size, gates.type, gates.width, gate);
+      widen<A>(static_cast<const char*>(gates.up) + row * gates.row * size, gates.type, gates.width, up);
       for (index i = 0; i < gates.width; i += W) {  // scratch has whole vectors
         const F x = A::load(gate + i);
         A::store(gate + i, x * share(gates.tanh ? unit(x) : x) * A::load(up + i));
       }
-      narrow(gate, gates.type, gates.width, static_cast<char*>(gates.to) + row * gates.to_row * size);
+      narrow<A>(gate, gates.type, gates.width, static_cast<char*>(gates.to) + row * gates.to_row * size);
     }
   }
 
