@@ -274,6 +274,9 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds after which it is stopped.", min=1)] = 60,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report to this file, as a page.")] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="Open it beside the specification in the explorer.")
+    ] = False,
 ) -> None:
     """Which of the seven steps an implementation gets wrong, and why.
 
@@ -294,6 +297,10 @@ def doctor(
         typer.echo(report.json())
     else:
         _console().print(report)
+    if explore:
+        from multihead.explorer.examined import serve_examined
+
+        serve_examined(given, report, _console())
     raise typer.Exit(report.exit_status)
 
 

@@ -86,16 +86,13 @@ def _crashed(status: int, stack: str) -> Report:
     return Report("unknown", "It takes the whole process down.", where=tuple(where))
 
 
-def candidate_report(arguments: dict[str, Any]) -> Report:
-    """What the child does: load, build the input, diagnose."""
+def prepared(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Load the candidate and build its input: what `diagnose` takes."""
     torch.manual_seed(arguments["seed"])
     width, heads, tokens = arguments["width"], arguments["heads"], arguments["tokens"]
     dtype = DTYPES[arguments["dtype"]]
     kv_heads, head_dim = arguments["kv_heads"], arguments["head_dim"]
-    try:
-        candidate = load(arguments["target"], width, heads, tokens, kv_heads, head_dim)
-    except NotLoaded as problem:
-        return could_not(str(problem))
+    candidate = load(arguments["target"], width, heads, tokens, kv_heads, head_dim)
     if isinstance(candidate, torch.nn.Module):
         candidate = candidate.to(dtype)
     B = arguments["batch"]
@@ -117,9 +114,17 @@ def candidate_report(arguments: dict[str, Any]) -> Report:
     }
     names = tomllib.loads(Path(arguments["weights"]).read_text()) if arguments["weights"] else None
     options = {name: value for name, value in options.items() if value is not None}
-    return diagnose(
-        candidate, None, x, context, mask, heads=heads, weights=names, layout=arguments["layout"], **options
-    )
+    said = {"heads": heads, "weights": names, "layout": arguments["layout"]}
+    return [candidate, None, x, context, mask], said | options
+
+
+def candidate_report(arguments: dict[str, Any]) -> Report:
+    """What the child does: load, build the input, diagnose."""
+    try:
+        given, options = prepared(arguments)
+    except NotLoaded as problem:
+        return could_not(str(problem))
+    return diagnose(*given, **options)
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ FIELDS = {  # what each route is asked with; a ? marks what may be left out
     "heads": ("model", "input", "mask?", "off?", "with?"),
     "predict": ("model", "input", "mask?", "off?", "with?"),
     "decode": ("model", "layer", "input"),
+    "compare": ("model", "layer", "input"),
     "save": ("model", "layer", "input", "mask?", "off?", "with?", "state?"),
     "items": ("model", "input", "start", "stop"),
     "find": ("model", "input", "text", "start?"),

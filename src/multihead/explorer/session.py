@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from multihead.explorer import answers, long
+from multihead.explorer.compare import Pair, compare
 from multihead.explorer.request import Refused, Request, key, parse
 from multihead.explorer.subject import Subject
 from multihead.explorer.wire import Answer
@@ -64,6 +65,7 @@ class Session:
         self._lock_of_kept = threading.Lock()
         self._kept_bytes = 0
         self.lenses = long.Lenses()
+        self.pair: Pair | None = None  # two side by side
         self.start_with(None)
 
     def start_with(self, given: Mapping[str, Any] | None, model: str | None = None, layer: int | None = None) -> None:
@@ -117,9 +119,14 @@ class Session:
             return found
         if route == "models":
             models = [subject.describe() for subject in self.subjects.values()]
-            return Answer({"first": self.first, "models": models}).to_bytes()
+            pair = None if self.pair is None else {"left": self.pair.left, "right": self.pair.right}
+            return Answer({"first": self.first, "models": models, "pair": pair}).to_bytes()
         subject = self.subject(request)
         with self.working(subject, stop or Stop()):
+            if route == "compare":
+                if self.pair is None:
+                    raise Refused("nothing is compared here: expected explore(a, b, x=…)", "missing", 404)
+                return compare(self.pair, request).to_bytes()
             if route in long.ROUTES:
                 data = long.ROUTES[route](self.lenses, subject, request).to_bytes()
             else:

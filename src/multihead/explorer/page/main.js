@@ -2,6 +2,7 @@
 
 import { createApp } from "./app.js";
 import { createAsk } from "./ask.js";
+import { createCompare } from "./compare.js";
 import { eachFrame, el, segmented } from "./dom.js";
 import { createHeads } from "./heads.js";
 import { createInput, inputState } from "./input.js";
@@ -46,6 +47,7 @@ export function openPage(root) {
   const heads = createHeads(app);
   const predict = createPredict(app);
   const map = createMap(app);
+  const compare = createCompare(app);
   const views = segmented("View", [["steps", "The seven steps"], ["map", "Map of the weights"]], (value) => store.set({ view: value }, { push: true }));
   views.node.classList.add("views");
   const learn = createLearn(app);
@@ -61,7 +63,7 @@ export function openPage(root) {
     } }),
     el("header", { class: "top" }, el("h1", {}, "multihead ", el("span", { text: "explorer" })), el("p", { class: "lede", text: "Multi-head attention in seven steps. Every number can be asked where it came from." }), el("div", { class: "top-tools" }, learn.button, theme, share.button)),
     share.panel, trouble.node,
-    el("main", { id: "explore" }, input.node, mask.panel, mask.cheat, views.node, map.node, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
+    el("main", { id: "explore" }, input.node, mask.panel, mask.cheat, compare.node, views.node, map.node, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
     learn.node,
     el("footer", {}, keys),
     live, table.node);
@@ -118,6 +120,7 @@ export function openPage(root) {
     heads.update();
     predict.update();
     map.update();
+    compare.update();
     const scene = session.scene.get();
     const alone = !scene.exact && scene.edited && store.get().layer > 0;
     provisional.textContent = !alone ? "" : start.mode === "file" ? "The change is shown in this layer only: what it does to the layers before needs Python." : "";

@@ -24,6 +24,8 @@ export function createSession(store, python) {
   const busy = createSignal(0);
   /** @type {any[]} */
   let models = [];
+  /** @type {{left: string, right: string} | null} */
+  let pair = null;
   /** @type {Map<string, any>} */
   const bases = new Map(); // the model's own answer for (model, layer, input), and the layer's weights
   /** @type {Map<string, AbortController>} */
@@ -320,6 +322,9 @@ export function createSession(store, python) {
     editsOf,
     complain,
     python,
+    get pair() {
+      return pair;
+    },
     get models() {
       return models;
     },
@@ -328,6 +333,7 @@ export function createSession(store, python) {
     async begin() {
       const { meta } = await python.ask("models", {});
       models = meta.models;
+      pair = meta.pair ?? null;
       return meta.first;
     },
     /** The full weights of another layer, for two heads side by side. @param {number} layer */

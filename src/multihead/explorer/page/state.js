@@ -34,6 +34,7 @@ export const DEFAULTS = {
   pool: "max", // what a bin of the map shows
   sink: true, // whether the first key counts for its colours
   contrast: 0,
+  tensor: "", // which of two side by side
   theme: "auto",
 };
 
