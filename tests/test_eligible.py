@@ -416,7 +416,7 @@ class TestGradientsOfOneTensorGivenTwice:
 
 
 def test_the_backends_are_where_the_docstring_says() -> None:
-    assert list(mh.attention.BACKENDS) == ["native", "sdpa", "reference"]
+    assert list(mh.attention.BACKENDS) == ["native", "sdpa", "flex", "reference"]
     assert named(None) is None
 
 

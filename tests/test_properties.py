@@ -9,7 +9,7 @@ from multihead.attention import BACKENDS
 
 primes = st.sampled_from([1, 2, 3, 5, 7, 11])
 heads = st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (6, 3)])
-backends = st.sampled_from(list(BACKENDS))
+backends = st.sampled_from([name for name in BACKENDS if name != "flex"])  # that one: tests/test_flex.py
 masks = st.sampled_from([None, mh.Causal(), mh.Causal(window=3), mh.Window(2, 1), mh.Prefix(2)])
 some = settings(max_examples=30, deadline=None)
 

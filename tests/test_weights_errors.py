@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import multihead as mh
+from multihead.weights import files
 
 E, H = 12, 3
 PREFIX = "model.layers.1.self_attn."
@@ -271,3 +272,32 @@ def test_gradients_and_mode_are_left_alone() -> None:
     assert layer.k_proj.weight.requires_grad
     assert layer.k_proj.weight.grad.sum() == E * E
     assert not layer.training
+
+
+def test_an_index_is_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors.index.json"
+    for text, said in (
+        ('{"weight_map": ' + "[" * 100_000, "is not an index"),
+        ('{"weight_map": {"' + "n" * 1025 + '": "a.safetensors"}}', "of 1025 characters: expected at most 1024"),
+        ('{"weight_map": {"w": "' + "f" * 2000 + '"}}', "of 2000 characters: expected at most 1024"),
+        ('{"weight_map": {"w": "../a.safetensors"}}', "expected files in its own folder"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            mh.load_weights(mh.MultiHeadAttention(8, heads=2), path, layout="llama")
+    monkeypatch.setattr(files, "LARGEST_INDEX", 100)
+    with path.open("w") as file:
+        file.write('{"weight_map": {}}' + " " * 100)
+    with pytest.raises(ValueError, match="has 118 bytes: expected an index of at most 100"):
+        mh.load_weights(mh.MultiHeadAttention(8, heads=2), path, layout="llama")
+
+
+def test_nesting_and_names_of_a_state_dict_are_bounded():
+    deep: dict = {"w": torch.zeros(1)}
+    for _ in range(5000):
+        deep = {"m": deep}
+    layer = mh.MultiHeadAttention(8, heads=2)
+    with pytest.raises(ValueError, match="nested 33 deep: expected mappings in at most 32"):
+        mh.load_weights(layer, deep, layout="llama")
+    with pytest.raises(ValueError, match="has 2000 characters: expected names of at most 1024"):
+        mh.load_weights(layer, {"n" * 2000: torch.zeros(1)}, layout="llama")

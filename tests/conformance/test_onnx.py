@@ -9,7 +9,7 @@ import numpy as np
 import onnx.backend.test.case.node.attention  # noqa: F401  registers its cases when imported
 import pytest
 import torch
-from adapters import Ledger, refusals, standing
+from adapters import BACKENDS, Ledger, refusals, standing
 from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.runner import Runner
@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import multihead as mh
 from multihead import steps
-from multihead.attention import BACKENDS
 
 CASES: dict[str, TestCase] = {c.name: c for c in _NodeTestCases if c.name.startswith("test_attention")}
 HALF = (np.float16, ml_dtypes.bfloat16)

@@ -1,8 +1,9 @@
 """One function for steps 3 and 4, and the rules by which it picks who computes them.
 
-The first backend that can compute the call exactly takes it, in this order: `native` (the C++ kernel, on the CPU),
-`sdpa` (torch's fused kernels), `reference` (the seven steps as written). A backend that is named, by `backend=` or
-`with mh.backend(...)`, takes the call or refuses it in words; it never passes it on.
+The first backend that can compute the call exactly takes it. On a CPU they are asked in this order: `native` (the C++
+kernel), `sdpa` (torch's fused kernels), `reference` (the seven steps as written). Elsewhere: `sdpa`, `flex` (torch's
+FlexAttention), `reference`, and `flex` first where torch's fused kernels would need a (Q, K) mask. A backend that is
+named, by `backend=` or `with mh.backend(...)`, takes the call or refuses it in words; it never passes it on.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from multihead import kernel
 from multihead.attention import largest
+from multihead.attention.flex import Flex
 from multihead.attention.reference import Reference
 from multihead.attention.sdpa import SDPA
 from multihead.call import Arguments, Backend, Call, Reason, under_autocast, without_autocast
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from multihead import _native
 
 FEW_ROWS = 16  # more than the kernel for a few rows takes on any CPU
-BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Reference())}  # in the order they are asked
+BACKENDS: dict[str, Backend] = {b.name: b for b in (Native(), SDPA(), Flex(), Reference())}
 
 
 class _Named(local):
@@ -103,7 +105,7 @@ def attend(
         sinks: (H,) a logit for each head that joins the softmax's denominator and has no value.
         bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
         dropout: the probability with which a weight is dropped, seeded from torch's generator.
-        backend: "native", "sdpa" or "reference"; unless given, the first that can.
+        backend: "native", "sdpa", "flex" or "reference"; unless given, the first that can.
         return_lse: give (out, lse); lse (B,H,Q) is the natural log of the softmax's denominator, sinks included, in
             float32 (float64 for float64).
         return_max_logit: give (out, top), or (out, lse, top); top (B,H) is the largest score that some query sees,
@@ -250,7 +252,16 @@ def _choose(call: Call, name: str | None) -> Backend:
         if reason is not None:
             raise ValueError(f"backend={name!r} refuses this call: {reason}")
         return BACKENDS[name]
-    return next(b for b in BACKENDS.values() if b.refuse(call) is None)
+    return next(BACKENDS[name] for name in _order(call) if BACKENDS[name].refuse(call) is None)
+
+
+def _order(call: Call) -> tuple[str, ...]:
+    """The backends that are asked to take a call that names none."""
+    if call.q.device.type == "cpu":
+        return Native.name, SDPA.name, Reference.name
+    if SDPA.needs_mask(call):
+        return Flex.name, SDPA.name, Reference.name
+    return SDPA.name, Flex.name, Reference.name
 
 
 @dataclass(frozen=True)
@@ -285,6 +296,7 @@ def explain(
     >>> print(mh.explain(q, q, q, softcap=30.0))
     → native: the native kernel, ..., skipping what is hidden
       sdpa: refuses: torch's fused kernels have no softcap
+      flex: torch's FlexAttention, not compiled: with the whole (Q, K) matrix in memory (only where it is named)
       reference: the seven steps as written, with the whole (Q, K) matrix in memory
     """
     given = in_autocast_dtype(
@@ -297,4 +309,6 @@ def explain(
         for name, candidate in BACKENDS.items():
             refusal = candidate.refuse(call)
             reasons[name] = candidate.note(call) if refusal is None else f"refuses: {refusal}"
+            if refusal is None and name not in _order(call):
+                reasons[name] += " (only where it is named)"
         return Explanation(_choose(call, named(backend)).name, reasons)

@@ -40,11 +40,14 @@ class SDPA:
             return "a score may overflow, and torch's fused kernels make NaN of one that is hidden"
         return None
 
+    @staticmethod
+    def needs_mask(call: Call) -> bool:
+        """Whether a dense (Q, K) mask has to be made for it."""
+        return call.bias is not None or not (call.visible.is_everything or call.visible.is_square_causal)
+
     def note(self, call: Call) -> str:
-        if call.visible.is_everything and call.bias is None:
-            return "torch's fused kernel"
-        if call.visible.is_square_causal and call.bias is None:
-            return "torch's fused kernel, causal"
+        if not self.needs_mask(call):
+            return "torch's fused kernel" + ("" if call.visible.is_everything else ", causal")
         return "torch's fused kernel with a dense (Q, K) mask"
 
     def run(self, call: Call, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -82,26 +85,32 @@ def may_overflow(call: Call) -> bool:
     return largest >= torch.finfo(torch.promote_types(call.q.dtype, torch.float32)).max
 
 
-class _Once(torch.autograd.Function):
+def once(t: Tensor, backend: str) -> Tensor:
     """The same tensor, whose gradient has no gradient of its own, and says so when asked for one."""
+    return _Once.apply(t, backend) if t.requires_grad else t
 
+
+class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, backend: str) -> Tensor:
+        ctx.backend = backend
         return t.view_as(t)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _Last.apply(*gradients)
+        return _Last.apply(*gradients, ctx.backend), None
 
 
 class _Last(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, backend: str) -> Tensor:
+        ctx.backend = backend
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError("backend='sdpa' has no second derivative: torch's fused kernels have none; name 'reference'")
+        why = "torch's fused kernels have none; name 'reference'"
+        raise RuntimeError(f"backend={ctx.backend!r} has no second derivative: {why}")
 
 
 def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, **mask: object) -> Tensor:
@@ -109,8 +118,8 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, **mask: object) -> Tensor
     if not torch.compiler.is_compiling():  # torch's kernels would read what an efficient zero has no memory for
         q, k, v = (torch.zeros_like(t) if t._is_zerotensor() else t for t in (q, k, v))
     if call.needs_grad and not torch.compiler.is_compiling():
-        q, k, v = (_Once.apply(t) if t.requires_grad else t for t in (q, k, v))
-        mask = {name: _Once.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for name, t in mask.items()}
+        q, k, v = (once(t, SDPA.name) for t in (q, k, v))
+        mask = {name: once(t, SDPA.name) if isinstance(t, Tensor) else t for name, t in mask.items()}
     return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
 
 

@@ -2,13 +2,13 @@
 
 The child imports the file, builds the candidate and diagnoses it; its report comes back as JSON in a file of its own,
 so that whatever the candidate prints cannot spoil it. If the time runs out the child says where it was, and is killed.
+What it started in its group is ended with it, and nothing that it says reaches the terminal as it is.
 """
 
 import faulthandler
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from multihead.doctor import child, progress
 from multihead.doctor.examine import diagnose
 from multihead.doctor.findings import could_not
 from multihead.doctor.load import NotLoaded, load
@@ -25,44 +26,41 @@ from multihead.masks import Causal, Mask, Padding
 from multihead.positions import RoPE
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LARGEST_REPORT = 1 << 22  # bytes
 
 
 def examine(arguments: dict[str, Any], timeout: float) -> Report:
     """Run the examination in a child; a crash or an endless loop is a finding like any other."""
     with tempfile.TemporaryDirectory() as folder:
-        answer, stack, said = (Path(folder) / name for name in ("report.json", "stack.txt", "said.txt"))
-        command = [sys.executable, "-m", "multihead.doctor.run", str(answer), str(stack), str(timeout)]
-        with said.open("wb") as output:
-            child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=None, start_new_session=os.name == "posix"
-            )
-            try:
-                child.communicate(json.dumps(arguments).encode(), timeout=timeout + 30)  # it ends itself before that
-            except subprocess.TimeoutExpired:
-                _end(child)
-            except BaseException:
-                _end(child)
-                raise
-        if answer.exists() and answer.stat().st_size:
-            report = Report.from_json(answer.read_text(encoding="utf-8"))
-            printed = said.read_text(errors="replace").strip()
-            if printed:
-                lines = printed.splitlines()
-                note = f"while it ran it printed {len(lines)} lines; the last: {lines[-1][:80]}"
-                report = _with_note(report, note)
+        answer, stack = (Path(folder) / name for name in ("report.json", "stack.txt"))
+        terminal = sys.stderr.fileno() if sys.stderr.isatty() else -1
+        shown = os.dup(terminal) if terminal >= 0 else -1  # for the progress bar alone
+        command = [sys.executable, "-m", "multihead.doctor.run", str(answer), str(stack), str(timeout), str(shown)]
+        try:
+            status, said = child.run(
+                command, json.dumps(arguments).encode(), timeout + 30, (shown,) if shown >= 0 else ()
+            )  # it ends itself before that
+        finally:
+            if shown >= 0:
+                os.close(shown)
+        written = _read(answer)
+        if written:
+            report = Report.from_json(json.dumps(child.clean_all(json.loads(written))))
+            last = said.last_line()
+            if last is not None:
+                report = _with_note(report, f"while it ran it printed {said.lines} lines; the last: {last[:80]}")
             return report
-        where = stack.read_text(errors="replace") if stack.exists() else ""
-        if "Timeout" in where or child.returncode is None:
+        where = child.clean(_read(stack))
+        if "Timeout" in where or status is None:
             return _endless(where, timeout, Path(arguments["target"].partition(":")[0]).name)
-        return _crashed(child.returncode, where)
+        return _crashed(status, where)
 
 
-def _end(child: subprocess.Popen) -> None:
-    if os.name == "posix":
-        os.killpg(child.pid, signal.SIGKILL)  # the session of this child, and what it started
-    else:
-        child.kill()
-    child.wait()
+def _read(path: Path) -> str:
+    """The text of a file that the child wrote; nothing where it is not there, or larger than any report."""
+    if not path.is_file() or path.stat().st_size > LARGEST_REPORT:
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _with_note(report: Report, note: str) -> Report:
@@ -129,7 +127,9 @@ def candidate_report(arguments: dict[str, Any]) -> Report:
 
 def main() -> None:
     """The child: arguments as JSON on stdin, the report into the file that is named first."""
-    answer, stack, timeout = sys.argv[1:4]
+    answer, stack, timeout, shown = sys.argv[1:5]
+    if int(shown) >= 0:
+        progress.stream = os.fdopen(int(shown), "w")
     arguments = json.loads(sys.stdin.read())
     with open(stack, "w") as where:
         faulthandler.enable(where)

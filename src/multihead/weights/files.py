@@ -31,6 +31,11 @@ IN_FOLDER = (
 )
 
 
+LARGEST_INDEX = 64 << 20  # bytes; that of a model with a million tensors has about as many
+LONGEST_NAME = 1024  # characters of a tensor's or a file's name
+DEEPEST = 32  # mappings in mappings
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a checkpoint, not read yet."""
@@ -61,16 +66,24 @@ def open_checkpoint(source: Mapping[str, Any] | str | os.PathLike) -> Checkpoint
     return _read_file(path)
 
 
-def _flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Stored]]:
+def _flatten(values: Mapping[Any, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Stored]]:
     """The tensors and arrays of a mapping, and of mappings in it, by dotted name; anything else is passed over."""
+    if depth > DEEPEST:
+        raise ValueError(f"{_shortened(prefix)} is nested {depth} deep: expected mappings in at most {DEEPEST}")
     for name, value in values.items():
         full = f"{prefix}{name}"
+        if len(full) > LONGEST_NAME:
+            raise ValueError(f"{_shortened(full)} has {len(full)} characters: expected names of at most {LONGEST_NAME}")
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{full}.")
+            yield from _flatten(value, f"{full}.", depth + 1)
         elif isinstance(value, Tensor):
             yield full, Stored(partial(tuple, value.shape), value.detach)
         elif hasattr(value, "__array__") and hasattr(value, "shape"):
             yield full, Stored(partial(tuple, value.shape), partial(_from_array, value))
+
+
+def _shortened(name: str) -> str:
+    return repr(name if len(name) <= 40 else name[:40] + "…")
 
 
 def _from_array(value: Any) -> Tensor:
@@ -127,12 +140,20 @@ def _load_torch(path: Path) -> Mapping[str, Any]:
 def _read_index(path: Path) -> Checkpoint:
     """A sharded checkpoint: no shard is opened before one of its tensors is asked for."""
     expected = "expected JSON with a weight_map from names to files"
+    size = path.stat().st_size
+    if size > LARGEST_INDEX:
+        raise ValueError(f"{path} has {size:,} bytes: expected an index of at most {LARGEST_INDEX:,}")
     try:
-        shards = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not an index: {expected}") from error
     if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
         raise ValueError(f"{path} is not an index: {expected}")
+    long = next((name for pair in shards.items() for name in pair if len(name) > LONGEST_NAME), None)
+    if long is not None:
+        raise ValueError(
+            f"{path} has the name {_shortened(long)} of {len(long)} characters: expected at most {LONGEST_NAME}"
+        )
     outside = [file for file in shards.values() if Path(file).name != file]
     if outside:
         raise ValueError(f"{path} names {outside[0]!r}: expected files in its own folder")
