@@ -161,10 +161,17 @@ ASKED = {"width": 32, "heads": 4, "tokens": 6, "batch": 2, "context": None, "mas
 
 
 @pytest.fixture
-def clean(monkeypatch):
-    """What loading a file leaves in the interpreter goes away again."""
+def clean(monkeypatch, tmp_path):
+    """What loading a file leaves in the interpreter goes away again.
+
+    `sys.modules` itself stays: the interpreter imports into its own dictionary, whatever that name is set to.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
