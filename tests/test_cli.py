@@ -89,7 +89,7 @@ def test_info_says_what_is_there() -> None:
         f"multihead      {mh.__version__}",
         "native module",
         "cpu",
-        "native → sdpa → reference",
+        "native → sdpa → flex → reference",
         "softcap",
         "mh.explain",
     ):
@@ -103,7 +103,7 @@ def test_an_unknown_instruction_set_is_named_and_the_rest_is_told() -> None:
     assert told.returncode == 2
     assert message in told.stderr
     assert "Traceback" not in told.stderr
-    for part in (message, "cpu features", "accelerator", "native → sdpa → reference"):
+    for part in (message, "cpu features", "accelerator", "native → sdpa → flex → reference"):
         assert part in told.stdout
     shown = run("show", "--example", MULTIHEAD_ISA="bogus", COLUMNS="200", NO_COLOR="1")
     assert shown.returncode == 2

@@ -106,7 +106,9 @@ MAPS: dict[str, tuple[Callable[[mh.Lens], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("lse_of", [None, *accepting(CASES[0])[::2]], ids=lambda name: f"lse of {name}")
+@pytest.mark.parametrize(
+    "lse_of", [None, *sorted({"native", "reference"} & set(accepting(CASES[0])))], ids=lambda name: f"lse of {name}"
+)
 @computed
 def test_every_method_equals_the_same_from_dense_float64_weights(case: Case, way: str, lse_of: str | None) -> None:
     if lse_of == "native" and way != "the kernel":

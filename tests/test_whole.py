@@ -27,7 +27,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     class Counted:
         def __init__(self, call: Any) -> None:
-            self.call, self.sizes, self.see = call, call.sizes, call.see
+            self.call = call
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.call, name)
 
         def run(self, *args: Any) -> None:
             made.append(1)
@@ -48,6 +51,10 @@ def layer(**options: Any) -> mh.MultiHeadAttention:
         if name.endswith("bias") or name == "sinks":
             nn.init.normal_(p)
     return made.eval()
+
+
+class OwnRoPE(mh.RoPE):
+    """Somebody's subclass: what it does to q and k is not known."""
 
 
 MASKS = {
@@ -226,11 +233,17 @@ class TestNotTaken:
             with mh.backend("reference"):
                 torch.testing.assert_close(taken, made(x))
 
-    @pytest.mark.parametrize("options", [{"rope": True}, {"qk_norm": True}])
+    @pytest.mark.parametrize("options", [{"rope": OwnRoPE()}, {"dropout": 0.5}], ids=["a RoPE of its own", "dropout"])
     def test_where_a_step_has_more_to_do(self, options: dict[str, Any], calls: list[int]) -> None:
         with torch.no_grad():
-            layer(**options)(torch.randn(5, 24))
+            layer(**options).train()(torch.randn(5, 24))
         assert not calls
+
+    @pytest.mark.parametrize("options", [{"rope": True}, {"qk_norm": True}], ids=str)
+    def test_but_where_rope_or_norms_are_our_own(self, options: dict[str, Any], calls: list[int]) -> None:
+        with torch.no_grad():
+            layer(**options)(torch.randn(5, 24))
+        assert len(calls) == 1
 
     def test_where_something_watches(self, calls: list[int]) -> None:
         made, x = layer(), torch.randn(5, 24)

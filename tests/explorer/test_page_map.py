@@ -332,7 +332,7 @@ def test_a_text_too_long_for_a_trace_becomes_a_map(explorer: Explorer) -> None:
     torch.testing.assert_close(torch.tensor(shown), row[299:311], rtol=1e-4, atol=1e-7)
     explorer.page.locator("#text").fill("Call me Ishmael")
     explorer.page.wait_for_selector(".strip", state="visible")
-    assert explorer.page.locator(".map").is_hidden()
+    explorer.page.wait_for_selector(".map", state="hidden")
 
 
 def test_a_short_text_has_a_map_too_and_numbers_are_saved(explorer: Explorer) -> None:
