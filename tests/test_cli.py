@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +169,11 @@ def test_a_mistake_gets_a_sentence_and_status_2(arguments: list[str], message: s
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+def test_what_does_not_end_is_not_run_again_to_be_shown(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("def f(q, k, v, mask=None):\n    while True:\n        pass\n")
+    target = f"{tmp_path / 'endless.py'}:f"
+    told = run("doctor", target, "--width", "8", "--heads", "2", "--timeout", "3", "--explore")
+    assert told.returncode == 2
+    assert "--explore: there is nothing to show: It does not come to an end." in told.stderr

@@ -297,6 +297,8 @@ def doctor(
         typer.echo(report.json())
     else:
         _console().print(report)
+    if explore and not report.subject:  # what does not end, or ends its process, is not run again in this one
+        raise ValueError(f"--explore: there is nothing to show: {report.headline}")
     if explore:
         from multihead.explorer.examined import serve_examined
 

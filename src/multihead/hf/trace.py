@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multihead import steps
 from multihead.hf.interface import TRACERS
-from multihead.hf.watch import Layer, _find, _hung, attentions
+from multihead.hf.watch import Layer, _attached, _find, attentions
 from multihead.layer import MultiHeadAttention
 from multihead.layer.trace import STEPS, Trace
 from multihead.masks.intervals import Visible
@@ -61,7 +61,7 @@ def trace(model: nn.Module, layer: Layer, *, labels: Sequence[str] | None = None
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
     try:
-        with _hung(module, TRACERS, within):
+        with _attached(module, TRACERS, within):
             model(**inputs)
     finally:
         for hook in hooks:

@@ -58,7 +58,7 @@ def _find(model: nn.Module, layer: Layer) -> tuple[int, nn.Module]:
 
 
 @contextmanager
-def _hung(module: nn.Module, where: str, fn: Callable) -> Iterator[None]:
+def _attached(module: nn.Module, where: str, fn: Callable) -> Iterator[None]:
     before = getattr(module, where, ())
     setattr(module, where, (*before, fn))
     try:
@@ -132,7 +132,7 @@ def watch(
     with ExitStack() as stack:
         for layer in wanted:
             number, module = _find(model, layer)
-            stack.enter_context(_hung(module, WATCHERS, keep(number)))
+            stack.enter_context(_attached(module, WATCHERS, keep(number)))
         yield seen
 
 
@@ -164,7 +164,7 @@ def _edited(model: nn.Module, layer: Layer, fn: Callable[[Tensor, Visible], Tens
             raise ValueError(f"the patch of layer {layer!r} gave {what}: expected a tensor {tuple(heads.shape)}")
         return changed
 
-    with _hung(module, EDITS, edit):
+    with _attached(module, EDITS, edit):
         yield
 
 
