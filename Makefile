@@ -141,6 +141,7 @@ $(VENV)/installed-release: $(VENV)/installed-dev
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) --editable ".[bench]"
+	-$(PIP) --no-deps zentorch  # AMD's, for the pinned torch only: a peer where it installs
 	@touch $@
 
 clean:
