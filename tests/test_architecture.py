@@ -165,6 +165,7 @@ SIGNED_BY_OTHERS = {  # file: functions whose parameters are not ours to choose
     "cli.py": {"show", "shapes", "doctor", "train", "explore"},  # typer's: each is an option of the command line
     "kernel/operators.py": {"attend_op", "backward_op", "_"},  # torch's: an operator takes no struct
     "hf/masks.py": {"mask"},  # transformers' mask interface
+    "python/bindings.cpp": {"lambda"},  # nanobind's: each is an argument in Python, where the last ones are keywords
 }
 
 
@@ -181,25 +182,30 @@ def long_lists(source: str) -> list[str]:
 
 NO_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 DECLARED = re.compile(
-    r"(?:const\s+)?[\w:]+(?:\s*<.*>)?(?:\s*[*&]+\s*|\s+)(?:const\s+)?\w+(?:\[\w*\])?(?:\s*=.*)?", re.DOTALL
+    r"(?:const\s+|typename\s+)*[\w:]+(?:\s*<.*>)?(?:\s*[*&]+\s*|\s+)(?:const\s*)?(?:\w+|\(&\w+\))(?:\[\w*\])?(?:\s*=.*)?",
+    re.DOTALL,
 )
+BODY = re.compile(r"(?:\s|const\b|noexcept\b|override\b|mutable\b|->[\s\w:<>,*&]+)*\{")
+KEYWORDS = {"if", "for", "while", "switch", "catch"}
 
 
 def long_lists_in_cpp(source: str) -> list[str]:
-    """The same for C++: names before a parenthesis whose parts, too many, all read as `type name`."""
+    """The same for C++: what has too many parts between parentheses, and a body behind them or `type name` in each."""
     source, found = NO_CODE.sub(" ", source), []
-    for opening in re.finditer(r"(\w+)\s*\(", source):
-        depth, parts = 0, [""]
-        for character in source[opening.end() :]:
-            if character == ")" and not depth:
+    for opening in re.finditer(r"(\w+|\])\s*\(", source):
+        depth, parts, end = 0, [""], opening.end()
+        for end in range(opening.end(), len(source)):
+            character = source[end]
+            if character == ")" and depth <= 0:
                 break
-            depth += (character in "([{<") - (character in ")]}>")
+            depth += (character in "([{<") - (character in ")]}>" and source[end - 1 : end + 1] != "->")
             if character == "," and not depth:
                 parts.append("")
             else:
                 parts[-1] += character
-        if len(parts) > MOST_PARAMETERS and all(DECLARED.fullmatch(part.strip()) for part in parts):
-            found.append(opening[1])
+        if len(parts) > MOST_PARAMETERS and opening[1] not in KEYWORDS:
+            if BODY.match(source, end + 1) or all(DECLARED.fullmatch(part.strip()) for part in parts):
+                found.append("lambda" if opening[1] == "]" else opening[1])
     return found
 
 
@@ -209,6 +215,16 @@ def test_more_than_eight_parameters_are_a_struct_that_has_no_name_yet() -> None:
         assert not set(long_lists(path.read_text())) - SIGNED_BY_OTHERS.get(name, set()), name
 
 
+CORE = [path for path in sorted((ROOT / "native").rglob("*.*")) if path.suffix in (".cpp", ".h", ".inl")]
+
+
+def test_so_they_are_in_the_core() -> None:
+    assert CORE
+    for path in CORE:
+        name = path.relative_to(ROOT / "native").as_posix()
+        assert not set(long_lists_in_cpp(path.read_text())) - SIGNED_BY_OTHERS.get(name, set()), name
+
+
 def test_the_counting_of_parameters_finds_what_it_should() -> None:
     nine = ", ".join("abcdefghi")
     assert long_lists(f"def f({nine}): ...") == ["f"]
@@ -216,6 +232,12 @@ def test_the_counting_of_parameters_finds_what_it_should() -> None:
     typed = "const T* a, index b, View c = {}, std::vector<int> d, std::map<int, int>& e, int f, int g, F (h), int i"
     assert long_lists_in_cpp(f"void f({typed.replace('(h)', 'h')}) {{}}") == ["f"]
     assert long_lists_in_cpp(f"f({nine}); g(int a, int b);  // void h({typed})") == []
+    odd = "typename A::T* a, F&& b, const T* const* c, T (&d)[NR], int, bool, index e, index f, const Plan& g"
+    assert long_lists_in_cpp(f"template <class A>\nconst typename A::T* f({odd}) const {{ return a; }}") == ["f"]
+    assert long_lists_in_cpp(f"[&]({odd}) -> std::pair<T, T> {{ }}") == ["lambda"]
+    assert long_lists_in_cpp(f"if (a < b && f({nine})) {{ for (index i = 0; i < n; ++i) f({nine}); }}") == []
+    fine = odd.rpartition(",")[0]
+    assert long_lists_in_cpp(f"void f({fine}) {{ g({nine}); if (a->b) {{ }} }}") == []
 
 
 LONG = [

@@ -188,7 +188,7 @@ class BackwardQueries {
     bool hidden = false;
     if (adjusted) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise, slope};
-      hidden = adjust<A, NR>(plan, task, strip, key, 0, keys, with, scores, score.top);
+      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, score.top);
     }
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, d_weights);
     const PowersOfTwo<A> weight_of(unit);

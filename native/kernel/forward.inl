@@ -153,8 +153,8 @@ class Forward {
     bool hidden = false, poisoned = false;  // some lane does not see a key; nor, maybe, a value that is not finite
     if (sure < keys) {
       score_clipped<NR, 0>(strip, key, sure, keys, unsure);
-      const Adjustment with{dense == Seen::some, staged, visible, rowwise};
-      hidden = adjust<A, NR>(plan, task, strip, key, sure, keys, with, scores, top);
+      const Adjustment with{dense == Seen::some, staged, visible, rowwise, nullptr, sure};
+      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, top);
       poisoned = hidden && !hidden_finite(strip, key, keys, dense == Seen::some || plan.bias.data);
     }
     if constexpr (Operands::cleans) poisoned = !operands.finite_values(key, keys);

@@ -127,7 +127,7 @@ class LinearBlock {
       if (linear.bias)
         widen<A>(static_cast<const char*>(linear.bias) + o * bytes(linear.type), linear.type, count, bias);
       with_vectors<A>(strip.nr, [&](auto nr) {
-        multiply<nr.count>(linear, factors, o, count, linear.bias ? bias : nullptr, panel, to, strip.rows, tile);
+        multiply<nr.count>(linear, factors, {o, count, linear.bias ? bias : nullptr}, panel, to, strip.rows, tile);
       });
       strip.write(tile, count, linear.x_type, ones, rowwise, [&](int lane) -> void* { return to[lane]; });
       done = count;
@@ -135,18 +135,24 @@ class LinearBlock {
   }
 
  private:
+  struct Outputs {
+    index first, count;
+    const T* bias;  // of each, or null
+  };
+
   // tile[count][lanes]; `to`: the rows that it will be written to.
   template <int NR>
-  static void multiply(const Linear& linear, const Factors& factors, index o, index count, const T* bias,
-                       const Item* panel, char* const* to, int rows, T* tile) {
+  static void multiply(const Linear& linear, const Factors& factors, const Outputs& outputs, const Item* panel,
+                       char* const* to, int rows, T* tile) {
+    const index count = outputs.count;
     using Groups = OutputGroups<M, NR>;
     Prefetcher<NR * W, true> prefetcher;
     for (int lane = 0; lane < rows; ++lane) prefetcher.add(to[lane]);
     const index items = Factors::items(linear), stretches = (items + Groups::stretch - 1) / Groups::stretch;
     prefetcher.spread(count * bytes(linear.x_type), count / A::MR(NR) * stretches);
     index stride;
-    const Item* weight = factors.weights(o, count, stride);
-    Groups groups{weight, stride, bias, panel, items, tile, prefetcher};
+    const Item* weight = factors.weights(outputs.first, count, stride);
+    Groups groups{weight, stride, outputs.bias, panel, items, tile, prefetcher};
     in_groups<A::MR(NR)>(count, groups);
   }
 };

@@ -110,7 +110,7 @@ class Look {
     }
     const bool may_copy = task.rows >= Lanes;
     range.tiles([&](index from, index to, index) {
-      const T* k = rows_of<A>(plan.k, plan, b, g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
+      const T* k = rows_of<A>({plan.k, plan.type, b, g, plan.sizes.D, from, to - from}, k_copy, k_stride, may_copy);
       for (int i = 0; i < count; ++i) {
         const Strip<A>& strip = strips[i];
         index low, high;
@@ -131,7 +131,7 @@ class Look {
     if (!plan.plain() || key < strip.common || key + keys > strip.uncommon) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};
       F top[NR];
-      hidden = adjust<A, NR>(plan, task, strip, key, 0, keys, with, scores, top);
+      hidden = adjust<A, NR>(plan, task, strip, key, keys, with, scores, top);
     }
     weigh<NR>(strip, keys, hidden);
     if (!picture)

@@ -43,8 +43,8 @@ class OwnOperands {
   // The keys and values [from, to) of the task's head; `may_copy`: there are rows enough to pay for a copy.
   void read(const Task& task, index from, index to, bool may_copy) {
     first = from;
-    k = rows_of<A>(plan.k, plan.kv_type, task.b, task.g, plan.sizes.D, from, to - from, k_copy, k_stride, may_copy);
-    v = rows_of<A>(plan.v, plan.kv_type, task.b, task.g, plan.sizes.V, from, to - from, v_copy, v_stride, may_copy);
+    k = rows_of<A>({plan.k, plan.kv_type, task.b, task.g, plan.sizes.D, from, to - from}, k_copy, k_stride, may_copy);
+    v = rows_of<A>({plan.v, plan.kv_type, task.b, task.g, plan.sizes.V, from, to - from}, v_copy, v_stride, may_copy);
     if (plan.kv_type == Type::i8) {
       scale_rows(plan.k_scales, task, from, to - from, plan.sizes.D, k_copy);
       scale_rows(plan.v_scales, task, from, to - from, plan.sizes.V, v_copy);

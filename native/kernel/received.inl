@@ -71,7 +71,8 @@ class Received {
       for (int i = 0; i < count; ++i) std::memset(pieces[i].sum, 0, sizeof(double) * Lanes);
       for (index tile = 0; tile < s.Q; tile += tile_rows) {
         if (!rows.fill(plan, task.b, h, tile, task.key, task.key + task.keys)) continue;
-        const T* q = rows_of<A>(plan.q, plan, task.b, h, s.D, tile, rows.rows, q_copy, q_stride, task.keys >= Lanes);
+        const T* q =
+            rows_of<A>({plan.q, plan.type, task.b, h, s.D, tile, rows.rows}, q_copy, q_stride, task.keys >= Lanes);
         for (int i = 0; i < count; ++i) {
           Piece& piece = pieces[i];
           const QueryRun part = rows.over(piece.key, piece.key + piece.strip.rows);

@@ -37,7 +37,7 @@ class OwnRows {
   // Rows [from, to) of a head; `may_copy`: there are lanes enough to pay for a copy.
   void read(const View& view, const Plan& plan, index b, index head, index from, index to, bool may_copy) {
     first_ = from;
-    rows_ = rows_of<A>(view, plan, b, head, width_, from, to - from, copy_, stride_, may_copy);
+    rows_ = rows_of<A>({view, plan.type, b, head, width_, from, to - from}, copy_, stride_, may_copy);
   }
 
   const Item* at(index row) const { return rows_ + (row - first_) * stride_; }

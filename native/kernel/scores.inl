@@ -104,14 +104,14 @@ struct Adjustment {
   void* visible;
   void* rowwise;
   void* slope = nullptr;  // where to leave the softcap's derivative, for the backward pass
+  index from = 0;  // of a plain plan: the keys before it are left out, for every lane sees them, and `top` is theirs
 };
 
 // Applies scale, softcap, bias and mask to scores[keys][lanes]; `top` becomes the largest score of each lane, and
-// visible[keys][lanes] all ones where a key is seen. True if any key is hidden from any lane. Of a plain plan the keys
-// before `from` may be left out: every lane sees them, and `top` is theirs.
+// visible[keys][lanes] all ones where a key is seen. True if any key is hidden from any lane.
 template <class A, int NR>
-bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key, index from, index keys,
-            const Adjustment& with, typename A::T* scores, typename A::F (&top)[NR]) {
+bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key, index keys, const Adjustment& with,
+            typename A::T* scores, typename A::F (&top)[NR]) {
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
@@ -130,9 +130,9 @@ bool adjust(const Plan& plan, const Task& task, const Strip<A>& strip, index key
   for (int c = 0; c < NR; ++c) {
     std::memcpy(&start[c], strip.start + c * W, sizeof(I));
     std::memcpy(&stop[c], strip.stop + c * W, sizeof(I));
-    if (from == 0) top[c] = none;
+    if (with.from == 0) top[c] = none;
   }
-  for (index i = from; i < keys; ++i) {
+  for (index i = with.from; i < keys; ++i) {
     const I at_key = A::all_int(static_cast<typename A::Int>(key + i));
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) {

@@ -46,28 +46,28 @@ struct KeyRange {
 // Rows so many bytes apart share few sets of the cache.
 constexpr index far_apart = 2048;
 
-// Rows [from, from + count) of a head's keys or values as the sums' own numbers: as they lie, or copied where they are
-// of another type, or, if they `may_copy`, where a long row stride would put them all into few cache sets.
+// Rows [from, from + count) of one head of a view of keys, values or queries.
+struct HeadRows {
+  const View& view;
+  Type type;
+  index b, head, width, from, count;
+};
+
+// These rows as the sums' own numbers: as they lie, or copied where they are of another type, or, if they `may_copy`,
+// where a long row stride would put them all into few cache sets.
 template <class A>
-const typename A::T* rows_of(const View& view, Type type, index b, index head, index width, index from, index count,
-                             typename A::T* copy, index& stride, bool may_copy) {
+const typename A::T* rows_of(const HeadRows& rows, typename A::T* copy, index& stride, bool may_copy) {
   using T = typename A::T;
-  const char* at = row_of(view, type, b, head, from);
-  const index step = view.row * bytes(type);
-  may_copy = may_copy && width * static_cast<index>(sizeof(T)) < step && (step >= far_apart || step <= -far_apart);
-  if (stored_as<T>(type) && !may_copy) {
-    stride = view.row;
+  const char* at = row_of(rows.view, rows.type, rows.b, rows.head, rows.from);
+  const index step = rows.view.row * bytes(rows.type);
+  may_copy = may_copy && rows.width * static_cast<index>(sizeof(T)) < step && (step >= far_apart || step <= -far_apart);
+  if (stored_as<T>(rows.type) && !may_copy) {
+    stride = rows.view.row;
     return reinterpret_cast<const T*>(at);
   }
-  stride = width;
-  for (index i = 0; i < count; ++i) widen<A>(at + i * step, type, width, copy + i * width);
+  stride = rows.width;
+  for (index i = 0; i < rows.count; ++i) widen<A>(at + i * step, rows.type, rows.width, copy + i * rows.width);
   return copy;
-}
-
-template <class A>
-const typename A::T* rows_of(const View& view, const Plan& plan, index b, index head, index width, index from,
-                             index count, typename A::T* copy, index& stride, bool may_copy) {
-  return rows_of<A>(view, plan.type, b, head, width, from, count, copy, stride, may_copy);
 }
 
 }  // namespace
