@@ -1,6 +1,7 @@
 """The table of attention cases: sizes that are distinct, so that a swapped axis cannot pass, and why each is there.
 
-Correctness tests run every case on every backend; the error bound is decision 6 of the design.
+Correctness tests run every case on every backend, and the rows marked `kernel` on every instruction set of the core
+(tests/native), in a program without Python too; the error bound is decision 6 of the design.
 """
 
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class Case:
     bias: Callable[["Case"], Tensor] | None = None
     sinks: bool = False
     size: float = 1.0  # of the numbers in q: 1 gives scores of about ±1
+    kernel: bool = False  # a row of tests/native too, which adds options and dtypes of its own
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(self.B + 3 * self.H + 5 * self.Q + 7 * self.K + 11 * self.D)
@@ -111,9 +113,9 @@ class Case:
             lse = top + np.log(total)
         return powers / np.where(total == 0, 1, total)[..., None], lse
 
-    def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def plain(self, dtype: torch.dtype, score: Callable = fused) -> tuple[Tensor, Tensor]:
         """The specification with every operation rounded to `dtype`."""
-        weights, lse = self.plain_weights(dtype)
+        weights, lse = self.plain_weights(dtype, score)
         return torch.einsum("bhqk,bhkv->bhqv", weights, steps.repeat_heads(self.tensors(dtype)["v"], self.H)), lse
 
     def plain_weights(self, dtype: torch.dtype, score: Callable = fused) -> tuple[Tensor, Tensor]:
@@ -176,10 +178,12 @@ def hiding_bias(case: Case) -> Tensor:
 
 
 CASES = [  # B  H  G   Q   K   D   V  mask
-    Case(2, 6, 3, 5, 7, 11, 13, None, "all sizes distinct: a swapped axis cannot pass"),
+    Case(2, 6, 3, 5, 7, 11, 13, None, "all sizes distinct: a swapped axis cannot pass", kernel=True),
+    Case(1, 1, 1, 1, 1, 1, 1, None, "the smallest", kernel=True),
+    Case(2, 3, 1, 29, 31, 17, 19, mh.Causal(), "causal, one kv head, odd sizes", kernel=True),
     Case(1, 8, 8, 4, 4, 128, 128, mh.Causal(), "the running example"),
     Case(1, 4, 1, 1, 97, 64, 64, mh.Causal(), "decode, one kv head"),
-    Case(3, 2, 2, 65, 63, 40, 40, mh.Causal(), "the first queries see nothing"),
+    Case(3, 2, 2, 65, 63, 40, 40, mh.Causal(), "the first queries see nothing", kernel=True),
     Case(1, 2, 2, 17, 17, 1, 3, mh.Causal(), "heads one wide"),
     Case(1, 3, 1, 113, 203, 59, 61, mh.Causal(), "awkward sizes, many keys before the first query"),
     Case(2, 3, 3, 37, 37, 16, 16, mh.Causal(window=5), "sliding window"),
@@ -202,6 +206,32 @@ CASES = [  # B  H  G   Q   K   D   V  mask
     Case(1, 2, 1, 5, 0, 8, 8, mh.Causal(), "no keys"),
     Case(1, 2, 1, 5, 0, 8, 8, None, "no keys but a sink", sinks=True),
     Case(1, 2, 2, 600, 1100, 16, 16, mh.Causal(window=300), "more than one tile of the log-sum-exp pass"),
+    # sizes at which the kernel changes its way: blocks of rows, tiles of keys, a cache split into parts
+    Case(
+        1, 2, 1, 197, 197, 64, 64, mh.Causal(), "a vision transformer's length; several blocks and tiles", kernel=True
+    ),
+    Case(1, 2, 2, 113, 203, 59, 61, mh.Window(9, 2), "a narrow window skips tiles on both sides", kernel=True),
+    Case(
+        3,
+        2,
+        2,
+        67,
+        131,
+        23,
+        29,
+        mh.Documents([23, 22, 22], [26, 39, 66]),
+        "packed documents: bounds as a tensor",
+        kernel=True,
+    ),
+    Case(1, 4, 1, 1, 1531, 64, 67, None, "decode: four rows share a kv head, keys are split", kernel=True),
+    Case(2, 5, 5, 1, 1033, 41, 43, mh.Causal(), "decode: one row, odd widths", kernel=True),
+    Case(1, 2, 1, 3, 601, 8, 5, mh.Causal(), "decode: few queries, each with its own stop", kernel=True),
+    Case(1, 3, 3, 13, 2311, 37, 31, None, "few rows and many keys: split outside decode", kernel=True),
+    Case(1, 1, 1, 71, 131, 512, 257, mh.Causal(), "wide heads shrink the block of rows", kernel=True),
+    Case(1, 1, 1, 7, 5, 1, 1, None, "width one", kernel=True),
+    Case(1, 2, 2, 31, 0, 8, 8, None, "no keys: every query sees nothing", kernel=True),
+    Case(2, 2, 1, 0, 5, 8, 8, None, "no queries, no mask", kernel=True),
+    Case(1, 1, 1, 9, 11, 8, 0, None, "no width of v", kernel=True),
 ]
 
 by_why = {"ids": lambda case: case.why}

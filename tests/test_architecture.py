@@ -203,9 +203,10 @@ def long_lists_in_cpp(source: str) -> list[str]:
                 parts.append("")
             else:
                 parts[-1] += character
-        if len(parts) > MOST_PARAMETERS and opening[1] not in KEYWORDS:
-            if BODY.match(source, end + 1) or all(DECLARED.fullmatch(part.strip()) for part in parts):
-                found.append("lambda" if opening[1] == "]" else opening[1])
+        if len(parts) <= MOST_PARAMETERS or opening[1] in KEYWORDS:
+            continue
+        if BODY.match(source, end + 1) or all(DECLARED.fullmatch(part.strip()) for part in parts):
+            found.append("lambda" if opening[1] == "]" else opening[1])
     return found
 
 

@@ -222,7 +222,7 @@ class TestDecision5OneResultInEveryMode:
             torch.testing.assert_close(layer(x, mask=mh.Causal()), wanted)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=lambda c: c.why)
+@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=lambda c: c.why)
 def test_decision_6_error_bound(case) -> None:
     for backend in accepting(case):
         out = case.run(torch.float32, backend)

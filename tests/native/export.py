@@ -15,6 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import test_kernel_layer as layers

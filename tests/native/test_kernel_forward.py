@@ -3,63 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
 from oracle import ISAS, Problem, assert_fine, assert_within_bound, causal, judge_both, random, window
+from tests import cases
 
-NONE: dict = {}
+from multihead.masks import Documents, lower
+from multihead.masks.intervals import Frame, Ramp
 
 
-@dataclass
-class Case:
-    B: int
-    H: int
-    G: int
-    Q: int
-    K: int
-    D: int
-    V: int
-    mask: Any  # None, or a function of (Q, K)
-    why: str
+class Case(cases.Case):
+    """A row of the table, as the kernel is called."""
 
     def problem(self, dtype: torch.dtype = torch.float32, **options: Any) -> Problem:
-        mask = self.mask(self.Q, self.K) if self.mask else {}
         sizes = (self.B, self.H, self.G, self.Q, self.K, self.D, self.V)
+        visible = lower(self.mask, Frame.of(self.Q, self.K), self.B, self.H)
+        bounds = {"start": visible.start, "stop": visible.stop}
+        mask = {name: astuple(at) if isinstance(at, Ramp) else at.expand(1, 1, -1) for name, at in bounds.items()}
         return random(*sizes, dtype=dtype, **{**mask, **options})
 
 
-def narrow(Q: int, K: int) -> dict:
-    return window(Q, K, 9, 2)
-
-
-def ragged(Q: int, K: int) -> dict:
-    """Packed documents: every query sees its own piece of keys."""
-    edges = torch.tensor([0, K // 5, K // 2, K])
-    piece = (torch.arange(Q) * 3 // max(Q, 1)).clamp(max=2)
-    return {"start": edges[piece].to(torch.int32)[None, None], "stop": edges[piece + 1].to(torch.int32)[None, None]}
-
-
-CASES = [  # B  H  G   Q    K    D    V  mask      why
-    Case(2, 6, 3, 5, 7, 11, 13, None, "all sizes distinct: a swapped axis cannot pass"),
-    Case(1, 1, 1, 1, 1, 1, 1, None, "the smallest"),
-    Case(2, 3, 1, 29, 31, 17, 19, causal, "causal, one kv head, odd sizes"),
-    Case(1, 2, 2, 65, 63, 40, 40, causal, "the first queries see nothing"),
-    Case(1, 2, 1, 197, 197, 64, 64, causal, "a vision transformer's length; several blocks and tiles"),
-    Case(1, 2, 2, 113, 203, 59, 61, narrow, "a narrow window skips tiles on both sides"),
-    Case(3, 2, 2, 67, 131, 23, 29, ragged, "packed documents: bounds as a tensor"),
-    Case(1, 4, 1, 1, 1531, 64, 67, None, "decode: four rows share a kv head, keys are split"),
-    Case(2, 5, 5, 1, 1033, 41, 43, causal, "decode: one row, odd widths"),
-    Case(1, 2, 1, 3, 601, 8, 5, causal, "decode: few queries, each with its own stop"),
-    Case(1, 3, 3, 13, 2311, 37, 31, None, "few rows and many keys: split outside decode"),
-    Case(1, 1, 1, 71, 131, 512, 257, causal, "wide heads shrink the block of rows"),
-    Case(1, 1, 1, 7, 5, 1, 1, None, "width one"),
-    Case(1, 2, 2, 31, 0, 8, 8, None, "no keys: every query sees nothing"),
-    Case(2, 2, 1, 0, 5, 8, 8, None, "no queries"),
-    Case(1, 1, 1, 9, 11, 8, 0, None, "no width of v"),
-]
+CASES = [Case(**vars(row)) for row in cases.CASES if row.kernel]
 all_isas = pytest.mark.parametrize("isa", ISAS)
 all_cases = pytest.mark.parametrize("case", CASES, ids=lambda c: c.why)
 
@@ -236,7 +203,7 @@ def test_bits_do_not_depend_on_threads_or_batch(case, isa, dtype):
     for threads in (2, 3, 7):
         for a, b in zip(one, problem.native(isa, threads=threads), strict=True):
             assert torch.equal(a, b)
-    if case.mask is not ragged:
+    if not isinstance(case.mask, Documents):
         last = Problem(problem.q[-1:], problem.k[-1:], problem.v[-1:], problem.scale, problem.start, problem.stop)
         assert torch.equal(last.native(isa)[0], one[0][-1:])
 
