@@ -88,10 +88,11 @@ class Table:
             for name, one in zip(("out", "lse"), wanted(problem), strict=True):
                 self.expect(name, one.exact, one.bound())
         if "gradients" in ask:
-            d_out, d_lse = gradients_given(problem, problem.wide == problem.q.dtype)
+            with_lse = problem.wide == problem.q.dtype
+            d_out, d_lse = gradients_given(problem, with_lse)
             self.tensor("d_out", d_out)
             self.tensor("d_lse", d_lse)
-            for name, one in zip(("d_q", "d_k", "d_v"), wanted_gradients(problem, d_out, d_lse), strict=True):
+            for name, one in zip(("d_q", "d_k", "d_v"), wanted_gradients(problem, with_lse), strict=True):
                 self.expect(name, one.exact, one.bound())
         if "look" in ask:
             names = {"weights": "weights", "received": "received", "mass": "mass", "entropy": "entropy", "top": "top"}

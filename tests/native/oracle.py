@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +53,26 @@ def from_the_end(a: Tensor, b: Tensor) -> Tensor:
     return one_by_one(a.flip(-1), b.flip(-2))
 
 
+REMEMBERED = 16  # answers: the tests of one call on every instruction set stand together
+
+
+def remembered(answer: Callable) -> Callable:
+    """An answer about a problem, once for all that ask it of the same numbers."""
+    known: OrderedDict[tuple, Any] = OrderedDict()
+
+    @functools.wraps(answer)
+    def ask(problem: Problem, *given: Any) -> Any:
+        key = (problem.key(), *given)
+        if key not in known:
+            known[key] = answer(problem, *given)
+            if len(known) > REMEMBERED:
+                known.popitem(last=False)
+        known.move_to_end(key)
+        return known[key]
+
+    return ask
+
+
 @dataclass
 class Problem:
     """Everything one call is given. `start` and `stop` are None, a ramp (offset, low, high) or an integer tensor."""
@@ -71,6 +94,17 @@ class Problem:
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
         (B, H, Q, D), G, K, V = self.q.shape, self.k.shape[1], self.k.shape[2], self.v.shape[3]
         return B, H, G, Q, K, D, V
+
+    def key(self) -> tuple:
+        """The same for the same numbers: what is right for one call is right on every instruction set."""
+
+        def of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            bits = value.detach().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+            return value.dtype, tuple(value.shape), hashlib.sha256(bits).digest()
+
+        return tuple(of(value) for value in vars(self).values())
 
     def visible(self) -> Tensor:
         """(B,H,Q,K), what each query sees."""
@@ -139,6 +173,10 @@ class Problem:
         assert hidden is None, hidden
         call.seed = self.seed
         return call
+
+    def copy(self) -> Problem:
+        """With tensors of its own: what is asked of it later is asked of the numbers of now."""
+        return replace(self, **{name: t.clone() for name, t in vars(self).items() if isinstance(t, Tensor)})
 
     @property
     def wide(self) -> torch.dtype:
@@ -228,13 +266,16 @@ class Wanted:
     exact: Tensor
     own: float
     plain: Callable[[Callable], Tensor] | None = None
+    known: list[float] = field(default_factory=list)  # bounds, as far as they were needed
 
     def bounds(self) -> Iterator[float]:
         if self.plain is None:
             yield self.own
             return
-        for product in (torch.matmul, one_by_one, from_the_end):
-            yield 2 * error(self.plain(product), self.exact) + self.own
+        for n, product in enumerate((torch.matmul, one_by_one, from_the_end)):
+            if n == len(self.known):
+                self.known.append(2 * error(self.plain(product), self.exact) + self.own)
+            yield self.known[n]
 
     def bound(self) -> float:
         return max(self.bounds())
@@ -248,17 +289,20 @@ class Wanted:
         return judged
 
 
+@remembered
 def wanted(problem: Problem) -> tuple[Wanted, Wanted]:
     """The output, and the log-sum-exp."""
+    problem = problem.copy()
     exact, exact_lse = problem.plain(torch.float64)
     dtype = problem.q.dtype
     if dtype == torch.float64:
         most = 64 * (rounding(exact_lse, dtype) + torch.finfo(dtype).eps)
         return Wanted(exact, 64 * rounding(problem.v, dtype)), Wanted(exact_lse, most)
     own = rounding(exact_lse, torch.float32)  # the log-sum-exp is float32 whatever the tensors are
+    plain = functools.cache(problem.plain)
     return (
-        Wanted(exact, rounding(exact, dtype), lambda product: problem.plain(dtype, product)[0]),
-        Wanted(exact_lse, own, lambda product: problem.plain(torch.float32, product)[1]),
+        Wanted(exact, rounding(exact, dtype), lambda product: plain(dtype, product)[0]),
+        Wanted(exact_lse, own, lambda product: plain(torch.float32, product)[1]),
     )
 
 

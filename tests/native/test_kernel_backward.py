@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from oracle import ISAS, Problem, Wanted, assert_fine, rounding
+from oracle import ISAS, Problem, Wanted, assert_fine, remembered, rounding
 from test_kernel_forward import CASES, OPTIONS, Case, noise
 from torch import Tensor
 
@@ -21,8 +21,11 @@ def gradients_given(problem: Problem, with_lse: bool) -> tuple[Tensor, Tensor | 
     return noise(B, H, Q, V).to(problem.q.dtype), noise(B, H, Q).to(problem.wide) if with_lse else None
 
 
-def wanted_gradients(problem: Problem, d_out: Tensor, d_lse: Tensor | None) -> list[Wanted]:
+@remembered
+def wanted_gradients(problem: Problem, with_lse: bool = False) -> list[Wanted]:
     """Of q, k and v."""
+    problem = problem.copy()
+    d_out, d_lse = gradients_given(problem, with_lse)
     dtype = problem.q.dtype
     plain = functools.cache(lambda product: problem.plain_gradients(dtype, d_out, d_lse, product))
     found = []
@@ -36,7 +39,7 @@ def wanted_gradients(problem: Problem, d_out: Tensor, d_lse: Tensor | None) -> l
 
 def check(problem: Problem, isa: str, with_lse: bool = False) -> None:
     given = gradients_given(problem, with_lse)
-    for ours, wanted in zip(problem.native_gradients(*given, isa), wanted_gradients(problem, *given), strict=True):
+    for ours, wanted in zip(problem.native_gradients(*given, isa), wanted_gradients(problem, with_lse), strict=True):
         assert_fine([wanted.judge(ours)])
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import ISAS, Problem, error, from_the_end, one_by_one, random, rounding
+from oracle import ISAS, Problem, error, from_the_end, one_by_one, random, remembered, rounding
 from test_kernel_forward import CASES, OPTIONS, Case, causal, noise
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
@@ -60,6 +60,7 @@ def dense(w: Tensor) -> dict[str, Tensor]:
     )
 
 
+@remembered
 def wanted_of(problem: Problem) -> dict[str, tuple[Tensor, float]]:
     """What the weights tell, and how far from it ours may be: twice as far as plain in the same dtype."""
     own = problem.wide
