@@ -28,8 +28,8 @@ if(CMAKE_GENERATOR_TOOLSET)
   list(APPEND options -T ${CMAKE_GENERATOR_TOOLSET})
 endif()
 set(ENV{LC_ALL} C)  # what the compiler says is kept, and read as UTF-8
-execute_process(
-  COMMAND ${CMAKE_COMMAND} -S ${CMAKE_SOURCE_DIR} -B ${core} -C ${core}.cmake ${options} -DMULTIHEAD_CORE=ON
+execute_process(  # what FindPython keeps of an earlier run makes it overlook the headers: -U
+  COMMAND ${CMAKE_COMMAND} -S ${CMAKE_SOURCE_DIR} -B ${core} -C ${core}.cmake ${options} -DMULTIHEAD_CORE=ON -U "_Python_*"
   RESULT_VARIABLE failed OUTPUT_VARIABLE said ERROR_VARIABLE said ECHO_OUTPUT_VARIABLE ECHO_ERROR_VARIABLE)
 if(NOT failed)
   execute_process(

@@ -19,11 +19,13 @@ ROOT = Path(__file__).parent.parent
 def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
     """A wheel of a copy of the project, made in tmp_path/out with the build tools that are installed."""
     project = tmp_path / "project"
-    project.mkdir()
+    project.mkdir(exist_ok=True)
     for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project / name)
     for name in ("src", "native"):
-        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(
+            ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"), dirs_exist_ok=True
+        )
     command = [
         sys.executable,
         "-m",
@@ -103,7 +105,9 @@ def compiler_that_cannot(tmp_path: Path) -> str:
         pytest.skip("no C++ compiler on this machine")
     script = tmp_path / "old-c++"
     refusal = 'lanes.h:1:2: error: "__builtin_shufflevector" was not declared \\\\ here'
-    script.write_text(f'#!/bin/sh\ncase "$*" in *native/*) echo \'{refusal}\' >&2; exit 1;; esac\nexec {real} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *native/*|*nanobind/src/*) echo \'{refusal}\' >&2; exit 1;; esac\nexec {real} "$@"\n'
+    )
     script.chmod(0o755)
     return str(script)
 
@@ -115,9 +119,12 @@ def test_a_compiler_that_cannot_compile_the_core_is_no_obstacle(tmp_path: Path) 
 
 
 def test_it_is_an_error_where_the_core_is_required(tmp_path: Path) -> None:
-    built = build(tmp_path, CXX=compiler_that_cannot(tmp_path), MULTIHEAD_REQUIRE_NATIVE="1")
-    assert built.returncode != 0
-    assert "MULTIHEAD_REQUIRE_NATIVE is set" in built.stdout + built.stderr
+    compiler = compiler_that_cannot(tmp_path)
+    for _ in range(2):  # the second time in the folder of the first, where CMake remembers things
+        built = build(tmp_path, CXX=compiler, MULTIHEAD_REQUIRE_NATIVE="1")
+        assert built.returncode != 0
+        assert "MULTIHEAD_REQUIRE_NATIVE is set" in built.stdout + built.stderr
+        assert "no Python headers" not in built.stdout + built.stderr
 
 
 def test_a_compiler_that_refuses_everything_is_no_obstacle(tmp_path: Path) -> None:
