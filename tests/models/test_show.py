@@ -134,14 +134,44 @@ def test_colour_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.png", {"model": "some/folder"}, ValueError, "a.png is a picture: expected a text with --model=some/folder"),
         ("hello", {"model": "x.safetensors"}, FileNotFoundError, "x.safetensors: there is no such file"),
         ("hello", {"model": "x.gguf"}, FileNotFoundError, "x.gguf: there is no such file"),
-        ("hello", {"model": "./no/such/folder"}, ValueError, "model='./no/such/folder': transformers cannot load it"),
+        (
+            "hello",
+            {"model": "./no/such/folder"},
+            FileNotFoundError,
+            "model='./no/such/folder': there is no such folder",
+        ),
     ],
 )
 def test_refuses_in_words(what: str, options: dict, error: type[Exception], message: str) -> None:
-    if "transformers" in message or "gguf" in message:
+    if "such folder" in message or "gguf" in message:
         pytest.importorskip("transformers")
     with pytest.raises(error, match=re.escape(message)):
         screens.show(what, **options)
+
+
+def test_a_name_that_is_nowhere_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from huggingface_hub import constants
+
+    from multihead.explorer.subjects import of_name
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for load in (lambda: screens.show("hello", 0, "nowhere"), lambda: of_name("nowhere")):
+        with pytest.raises(ValueError, match=r"model='nowhere': there is no such folder here, .* no network") as caught:
+            load()
+        assert "huggingface.co" not in str(caught.value)
+
+
+def test_a_name_that_the_hub_does_not_have() -> None:
+    pytest.importorskip("transformers")
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from multihead.hf.place import refusal
+
+    error = OSError("nowhere is not a local folder")
+    error.__cause__ = RepositoryNotFoundError.__new__(RepositoryNotFoundError)  # the hub's answer is no part of it
+    assert "no model of that name on the hub" in str(refusal("nowhere", error))
+    assert "transformers cannot load it: config" in str(refusal("nowhere", ValueError("config")))
 
 
 def test_without_transformers_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,36 +1,31 @@
 """A Hugging Face model from its files: of texts or of pictures, as its config says."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from multihead.explorer.huggingface import NAME, Theirs
 from multihead.explorer.huggingface_vision import TheirPictures
 from multihead.explorer.subject import Subject
+from multihead.hf.place import place, refusal
 
 
 def load(name: str) -> Subject:
     """A model of texts or of pictures from a folder, a name on the hub, or a GGUF file."""
-    path = Path(name)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": name}
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no such file")
-        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    path, there = Path(name), place(name)
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(**place)
+        config = AutoConfig.from_pretrained(**there)
         classes = " ".join(getattr(config, "architectures", None) or [])
         if hasattr(config, "image_size") and hasattr(config, "patch_size"):
             return _load_pictures(name, classes)
         writes = "CausalLM" in classes or "LMHead" in classes or path.suffix == ".gguf"
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        tokenizer = AutoTokenizer.from_pretrained(**there)
         auto = AutoModelForCausalLM if writes else AutoModel
-        model = auto.from_pretrained(**place, attn_implementation=NAME, dtype=torch.float32)
+        model = auto.from_pretrained(**there, attn_implementation=NAME, dtype=torch.float32)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(f"model={name!r}: transformers cannot load it: {error}") from error
+        raise refusal(name, error) from error
     return Theirs(model.eval(), tokenizer, path.name)
 
 

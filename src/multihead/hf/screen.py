@@ -1,6 +1,5 @@
 """What `multihead show --model` prints of a Hugging Face model: the tokens, and the weights of any layer of it."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from multihead.draw import MOST_ITEMS, draw_mask, draw_weights, visible
 from multihead.hf.interface import NAME
+from multihead.hf.place import place, refusal
 from multihead.hf.watch import attentions, watch
 from multihead.lens.region import At
 
@@ -47,19 +47,14 @@ def show(name: str, said: str, layer: int = 0) -> RenderableType:
 
 
 def _load(name: str) -> tuple[Any, Any]:
-    path = Path(name)
-    place: dict[str, Any] = {"pretrained_model_name_or_path": name}
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no such file")
-        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    there = place(name)
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-        model = AutoModel.from_pretrained(**place, attn_implementation=NAME)
+        tokenizer = AutoTokenizer.from_pretrained(**there)
+        model = AutoModel.from_pretrained(**there, attn_implementation=NAME)
     except ModuleNotFoundError as error:  # of another package: what `show` says goes down to the first cause
         raise ImportError(f"transformers cannot load {name!r}: {error}") from error
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(f"model={name!r}: transformers cannot load it: {error}") from error
+        raise refusal(name, error) from error
     return tokenizer, model.eval()
