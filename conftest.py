@@ -33,14 +33,15 @@ def _same_start_for_every_test() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many of the wrong implementations of tests/doctor the doctor named, if they ran."""
+    """How many wrong implementations the doctor named, and how many of torch's own tests pass, of those that ran."""
+    reports = [r for how in ("passed", "failed") for r in terminalreporter.stats.get(how, []) if r.when == "call"]
     shown = [
         named and report.outcome == "passed"
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.stats.get(outcome, [])
-        if report.when == "call"
+        for report in reports
         for what, named in report.user_properties
         if what == "wrong implementation"
     ]
+    for said in (said for r in reports for what, said in r.user_properties if what == "of torch's own tests"):
+        terminalreporter.write_line(f"of torch's own tests of its layer, {said}")
     if shown:
         terminalreporter.write_line(f"the doctor named {sum(shown)} of {len(shown)} wrong implementations")

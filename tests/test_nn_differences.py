@@ -299,10 +299,10 @@ def test_nested_tensors(batch_first: bool, is_causal: bool, layout: torch.layout
 
 
 ERRORS: list[tuple[dict, type, str]] = [
-    ({"query": torch.randn(L)}, ValueError, r"query has shape \(5,\): expected \(L,E\), or \(N,L,E\)"),
+    ({"query": torch.randn(L)}, ValueError, r"query .*, of shape \(5,\): expected \(L,E\), or \(N,L,E\)"),
     ({"query": torch.randn(N, L, E + 1)}, ValueError, r"query has shape .* a last axis of 12"),
     ({"key": torch.randn(N, S, E + 1)}, ValueError, r"key has shape .* a last axis of 12"),
-    ({"key": torch.randn(S, E)}, ValueError, r"key has shape \(7, 12\): expected \(N,S,kdim\), since query is 3-D"),
+    ({"key": torch.randn(S, E)}, ValueError, r"key has shape \(7, 12\), and query's asks for \(N,S,kdim\)"),
     ({"value": torch.randn(N, S + 1, E)}, ValueError, "key has S=7 positions but value has 8"),
     ({"value": torch.randn(N + 1, S, E)}, ValueError, "value has shape .* a batch of N=2"),
     ({"key": torch.randn(N, S, E).double()}, ValueError, "key is .*float64.*, but the weights are torch.float32"),

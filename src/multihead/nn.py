@@ -28,6 +28,10 @@ AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
 __all__ = ["MultiheadAttention", "Report", "replace"]
 
 
+class ShapeError(ValueError, AssertionError):
+    """A shape that does not fit: a ValueError, as everywhere in this package, and an AssertionError, as torch raises."""
+
+
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with our attention inside. Arguments, attributes and state_dict are torch's.
 
@@ -136,14 +140,16 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Rows of different lengths, such as `nn.TransformerEncoder` makes of a padded batch; weights come padded."""
         for name, t in (("query", query), ("key", key), ("value", value)):
+            if t is query and t.dim() != 3:
+                raise ShapeError(f"{_not_a_query(t)}: expected a nested tensor of rows, (N,*,E)")
             if not t.is_nested or t.dim() != 3:
-                raise ValueError(f"{name} is {'nested' if t.is_nested else 'not nested'} and {t.dim()}-D: expected "
+                raise ShapeError(f"{name} is {'nested' if t.is_nested else 'not nested'} and {t.dim()}-D: expected "
                                  "query, key and value to be nested, (N,*,E) each")  # fmt: skip
         padded = {id(t): t.to_padded_tensor(0.0) for t in (query, key, value)}
         queries, keys, values = (_lengths(t) for t in (query, key, value))
         if not torch.equal(keys, values) or len(queries) != len(keys):
             given = f"query {queries.tolist()}, key {keys.tolist()}, value {values.tolist()}"
-            raise ValueError(f"nested tensors have rows of {given}: expected as many rows, and values as long as keys")
+            raise ShapeError(f"nested tensors have rows of {given}: expected as many rows, and values as long as keys")
         q, k, v = (padded[id(t)] for t in (query, key, value))
         real, seen = (torch.arange(t.shape[1], device=t.device) < n[:, None] for t, n in ((q, queries), (k, keys)))
         if not self.batch_first:
@@ -159,7 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         batch, row = ("(N,L,E)", "(N,S,") if self.batch_first else ("(L,N,E)", "(S,N,")
         if query.dim() not in (2, 3):
-            raise ValueError(f"query has shape {tuple(query.shape)}: expected (L,E), or {batch} with a batch")
+            raise ShapeError(f"{_not_a_query(query)}: expected (L,E), or {batch} with a batch")
         position, second = (0, None) if query.dim() == 2 else (1, 0) if self.batch_first else (0, 1)
         batch, row = ("(L,E)", "(S,") if second is None else (batch, row)
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
@@ -167,17 +173,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, t, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             axes = f"{row}{'kdim' if name == 'key' else 'vdim'})" if t is not query else batch
             if t.dim() != query.dim():
-                raise ValueError(f"{name} has shape {tuple(t.shape)}: expected {axes}, since query is {query.dim()}-D")
+                found = f"expected `key` and `value` to be {query.dim()}-D but found {key.dim()}-D and {value.dim()}-D tensors"
+                raise ShapeError(
+                    f"{found} respectively: {name} has shape {tuple(t.shape)}, and query's asks for {axes}"
+                )
             if t.shape[-1] != width:
-                raise ValueError(f"{name} has shape {tuple(t.shape)}: expected a last axis of {width}, as {axes}")
+                raise ShapeError(f"{name} has shape {tuple(t.shape)}: expected a last axis of {width}, as {axes}")
             if second is not None and t.shape[second] != query.shape[second]:
-                raise ValueError(f"{name} has shape {tuple(t.shape)}: expected a batch of N={query.shape[second]}")
+                raise ShapeError(f"{name} has shape {tuple(t.shape)}: expected a batch of N={query.shape[second]}")
             if plain and (t.dtype, t.device) != (weight.dtype, weight.device):
                 raise ValueError(f"{name} is {describe(t)}, but the weights are {weight.dtype} on {weight.device}")
         if key.shape[position] != value.shape[position]:
-            raise ValueError(
+            raise ShapeError(
                 f"key has S={key.shape[position]} positions but value has {value.shape[position]}: expected as many"
             )
+
+
+def _not_a_query(t: Tensor) -> str:
+    """In torch's words, which are all an empty nested tensor lets one say: it has no shape."""
+    given = "" if t.is_nested else f", of shape {tuple(t.shape)}"
+    return f"query should be unbatched 2D or batched 3D tensor but received {t.dim()}-D query tensor{given}"
 
 
 def _lengths(nested: Any) -> Tensor:
@@ -276,7 +291,7 @@ def read_masks(
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         if given is None:
             continue
-        t = _four_axes(name, given, B, H, L, S).to(q.device)
+        t = _four_axes(name, given, (B, H, L, S), batched=q.dim() == 3).to(q.device)
         hidden = _as_hidden(t)
         if hidden is None:
             bias = t if bias is None else bias + t
@@ -294,16 +309,18 @@ def read_masks(
     return visible, None if bias is None else F.pad(bias.expand(*bias.shape[:-1], S), (0, extra))
 
 
-def _four_axes(name: str, t: Tensor, B: int, H: int, L: int, S: int) -> Tensor:
-    """`t` so that it broadcasts to (N, H, L, S)."""
+def _four_axes(name: str, t: Tensor, sizes: tuple[int, int, int, int], batched: bool) -> Tensor:
+    """`t` so that it broadcasts to (N, H, L, S), the `sizes`."""
     if not isinstance(t, Tensor) or not (t.dtype == torch.bool or t.dtype.is_floating_point):
         what = describe(t) if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name} is {what}: expected a bool tensor, True = hidden, or a floating one to be added")
-    shape = tuple(t.shape)
+    (B, H, L, S), shape, found = sizes, tuple(t.shape), f"but found {t.dim()}-D tensor instead"
     if name == "key_padding_mask":
-        if shape != (B, S) and not (B == 1 and shape == (S,)):
-            raise ValueError(f"key_padding_mask has shape {shape}: expected (N,S)={(B, S)}, or (S,) without a batch")
-        return t.view(B, 1, 1, S)
+        if shape == (B, S) or (B == 1 and shape == (S,)):
+            return t.view(B, 1, 1, S)
+        axes, right = (2, f"(N,S)={(B, S)}") if batched else (1, f"(S,)={(S,)}")
+        wrong = "" if t.dim() == axes else f"expected `key_padding_mask` to be `None` or {axes}-D {found}: "
+        raise ShapeError(f"{wrong}key_padding_mask has shape {shape}: expected {right}")
     if t.dim() == 4:
         check_broadcast(name, t, (B, H, L, S), "(N,H,L,S)")
         return t
@@ -311,8 +328,12 @@ def _four_axes(name: str, t: Tensor, B: int, H: int, L: int, S: int) -> Tensor:
         return t.view(1, 1, L, S)
     if shape == (B * H, L, S):
         return t.view(B, H, L, S)
-    raise ValueError(
-        f"attn_mask has shape {shape}: expected (L,S)={(L, S)}, (N·H,L,S)={(B * H, L, S)}, "
+    if t.dim() == 3:
+        wrong = f"Expected `attn_mask` shape to be {(B * H, L, S)}: "
+    else:
+        wrong = "" if t.dim() == 2 else f"expected `attn_mask` to be `None`, 2-D or 3-D {found}: "
+    raise ShapeError(
+        f"{wrong}attn_mask has shape {shape}: expected (L,S)={(L, S)}, (N·H,L,S)={(B * H, L, S)}, "
         f"or four axes that broadcast to (N,H,L,S)={(B, H, L, S)}"
     )
 
