@@ -254,6 +254,15 @@ def test_a_long_file_says_why(path: Path) -> None:
     assert "Longer than other files because" in path.read_text(encoding="utf-8")[:1500]
 
 
+def test_the_checks_of_a_submission_are_told() -> None:
+    run = re.findall(r"^make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    told = (
+        (ROOT / "CONTRIBUTING.md").read_text().split("`.ci/run` does what a submission must pass: ")[1].split(". ")[0]
+    )
+    assert run
+    assert re.findall(r"`make (\w+)`", told) == run
+
+
 CITED = re.compile(
     r"`(?:src/multihead/|multihead/)?((?:[\w.-]+/)*[\w.-]+\.(?:py|cpp|h|inl|toml|js|css|md|txt))(?::\w+)?`"
 )
