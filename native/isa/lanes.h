@@ -66,7 +66,7 @@ struct Lanes {
     for (int i = 0; i < W; ++i) found |= mask[i];
     return found != 0;
   }
-  // W whole numbers of a byte.
+  // W integers of a byte.
   static F from_i8(const std::int8_t* p) {
     typedef std::int8_t Bytes __attribute__((vector_size(Width)));
     Bytes x;

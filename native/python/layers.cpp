@@ -220,7 +220,7 @@ bool rotation(Reader& reader, LayerCall& call, const Angles& angles, bool of_con
   return (low >= 0 && high < rows) || reader.refuse("a position is beyond the rows of cos and sin");
 }
 
-bool held(Reader& reader, nb::handle given, const char* name, const Sizes& s, index width, Tensor& t, View& view) {
+bool cache_of(Reader& reader, nb::handle given, const char* name, const Sizes& s, index width, Tensor& t, View& view) {
   if (!reader.tensor(given, name, t)) return false;
   if (t.axes != 4 || t.shape[0] != s.B || t.shape[3] != width || !t.contiguous_from(3))
     return reader.refuse(std::string(name) + " is not (B,G,K,width) of this call, rows contiguous");
@@ -230,7 +230,7 @@ bool held(Reader& reader, nb::handle given, const char* name, const Sizes& s, in
   return true;
 }
 
-// What rows of whole numbers are to be multiplied by, (B,G,room,1).
+// What rows of integers are to be multiplied by, (B,G,room,1).
 bool scales(Reader& reader, nb::handle given, const Tensor& rows, View& view) {
   Tensor t;
   if (!reader.tensor(given, "the scales of k or v", t)) return false;
@@ -247,13 +247,12 @@ bool store(Reader& reader, LayerCall& call, nb::handle k, nb::handle v, nb::hand
   Sizes& s = plan.sizes;
   Store& to = call.layer.store;
   Tensor keys, values;
-  if (!held(reader, k, "k", s, s.D, keys, to.k) || !held(reader, v, "v", s, s.V, values, to.v)) return false;
+  if (!cache_of(reader, k, "k", s, s.D, keys, to.k) || !cache_of(reader, v, "v", s, s.V, values, to.v)) return false;
   if (keys.number != values.number) return reader.refuse("k and v differ in dtype");
-  const bool whole_numbered = keys.number == Number::i8;
-  if (whole_numbered != !k_scales.is_none() || whole_numbered != !v_scales.is_none())
+  const bool integers = keys.number == Number::i8;
+  if (integers != !k_scales.is_none() || integers != !v_scales.is_none())
     return reader.refuse("k and v of int8 come with scales, and others without");
-  if (whole_numbered &&
-      (!scales(reader, k_scales, keys, to.k_scales) || !scales(reader, v_scales, values, to.v_scales)))
+  if (integers && (!scales(reader, k_scales, keys, to.k_scales) || !scales(reader, v_scales, values, to.v_scales)))
     return false;
   if (call.layer.N == 0) s.G = keys.shape[1];
   room = std::min(keys.shape[2], values.shape[2]);
@@ -261,7 +260,7 @@ bool store(Reader& reader, LayerCall& call, nb::handle k, nb::handle v, nb::hand
     return reader.refuse("k and v are not of the heads of this layer");
   if (K < 1 || K > room || K > most_rows) return reader.refuse("k and v have not the room for all tokens");
   s.K = K;
-  plan.kv_type = whole_numbered ? Type::i8 : static_cast<Type>(keys.number);
+  plan.kv_type = integers ? Type::i8 : static_cast<Type>(keys.number);
   plan.stop.low = plan.stop.high = K;
   return true;
 }

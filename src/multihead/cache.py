@@ -34,7 +34,7 @@ def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (…, width) as whole numbers of a byte, and what to multiply each row by, (…, 1) float32.
+    """Rows (…, width) as integers of a byte, and what to multiply each row by, (…, 1) float32.
 
     The largest number of a row becomes ±127, and each is off by at most half a step, largest / 254. A row that is not
     finite has a scale of NaN.
@@ -116,7 +116,7 @@ class Cache:
         self._k = torch.zeros(batch, kv_heads, room, head_dim, device=device, dtype=kind)
         self._v = torch.zeros(batch, kv_heads, room, value_dim, device=device, dtype=kind)
         self._buffers: tuple[str, ...] = ("_k", "_v")
-        if kind == torch.int8:  # a row of k or v is its whole numbers times its scale
+        if kind == torch.int8:  # a row of k or v is its integers times its scale
             self._k_scales = torch.zeros(batch, kv_heads, room, 1, device=device)
             self._v_scales = torch.zeros(batch, kv_heads, room, 1, device=device)
             self._buffers = ("_k", "_v", "_k_scales", "_v_scales")

@@ -101,9 +101,9 @@ def same_token(lens: Lens, tokens: Tensor) -> Tensor:
     >>> heads.same_token(mh.look(q, q), torch.tensor([7, 8, 7, 9])).shape
     torch.Size([1, 1])
     """
-    held, offset = _tokens(lens, tokens), lens.shape[3] - lens.shape[2]
+    ids, offset = _tokens(lens, tokens), lens.shape[3] - lens.shape[2]
     return _pattern(
-        lens, lambda query, key: key != query + offset, lambda at: _of_queries(held, offset, at) == _of_keys(held, at)
+        lens, lambda query, key: key != query + offset, lambda at: _of_queries(ids, offset, at) == _of_keys(ids, at)
     )
 
 
@@ -124,10 +124,10 @@ def induction(lens: Lens, tokens: Tensor) -> Tensor:
     >>> bool(scores.max() > 0.5)
     True
     """
-    held, offset = _tokens(lens, tokens), lens.shape[3] - lens.shape[2]
-    before = torch.cat([torch.full_like(held[:, :1], torch.iinfo(held.dtype).min), held[:, :-1]], dim=1)
+    ids, offset = _tokens(lens, tokens), lens.shape[3] - lens.shape[2]
+    before = torch.cat([torch.full_like(ids[:, :1], torch.iinfo(ids.dtype).min), ids[:, :-1]], dim=1)
     return _pattern(
-        lens, lambda query, key: key <= query + offset, lambda at: _of_queries(held, offset, at) == _of_keys(before, at)
+        lens, lambda query, key: key <= query + offset, lambda at: _of_queries(ids, offset, at) == _of_keys(before, at)
     )
 
 

@@ -38,7 +38,8 @@ class _InPlace:
         return made
 
     @property
-    def held(self) -> int:
+    def used(self) -> int:
+        """How many tokens are there."""
         return 0 if self.keys is None or self.keys.numel() == 0 else self.keys.shape[2]
 
     def own(self) -> bool:
@@ -52,17 +53,17 @@ class _InPlace:
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.record_past or type(like) is not Tensor:
             return None
-        held = self.held
-        for old, (B, G, width) in zip((self.keys, self.values), shapes) if held else ():
+        used = self.used
+        for old, (B, G, width) in zip((self.keys, self.values), shapes) if used else ():
             assert old is not None
-            if type(old) is not Tensor or old.shape != (B, G, held, width):
+            if type(old) is not Tensor or old.shape != (B, G, used, width):
                 return None
             if old.dtype is not like.dtype or old.device != like.device:
                 return None
         if not self.is_initialized:
             self.lazy_initialization(like, like)  # type: ignore[attr-defined]
         if not self.writable(new):
-            self.move(held + new + self.more(held + new), shapes, like)
+            self.move(used + new + self.more(used + new), shapes, like)
         assert self.room is not None
         k, v = self.room
         return (k[:, :, self.first :], v[:, :, self.first :]) if self.first else (k, v)
@@ -72,20 +73,20 @@ class _InPlace:
             return False
         assert self.room is not None
         frozen = self.room[0].is_inference() and not torch.is_inference_mode_enabled()
-        return not frozen and self.first + self.held + new <= self.room[0].shape[2]
+        return not frozen and self.first + self.used + new <= self.room[0].shape[2]
 
     def more(self, needed: int) -> int:
         """For how many tokens more to make room where there must be new tensors anyway."""
         return needed // 2
 
     def move(self, room: int, shapes: tuple[Shape, Shape], like: Tensor) -> None:
-        """Copy what is held to the front of new tensors."""
+        """Copy what is there to the front of new tensors."""
         made = []
         for old, (B, G, width) in zip((self.keys, self.values), shapes):
             t = like.new_empty((B, G, max(room, LEAST_ROOM), width))
-            if self.held:
+            if self.used:
                 assert old is not None
-                t[:, :, : self.held] = old.detach()
+                t[:, :, : self.used] = old.detach()
             made.append(t)
         self.room, self.first = (made[0], made[1]), 0
 
@@ -93,7 +94,7 @@ class _InPlace:
         """The tokens for whom there was room are there now: all keys and values."""
         assert self.room is not None
         k, v = self.room
-        end = self.first + self.held + new
+        end = self.first + self.used + new
         keys, values = k[:, :, self.first : end], v[:, :, self.first : end]
         self.hold(keys, values)
         return keys, values
@@ -114,12 +115,12 @@ class _InPlace:
         B, G, new, D = key_states.shape
         if value_states.shape[:3] != (B, G, new) or value_states.device != key_states.device:
             return None
-        held = self.held
+        used = self.used
         room = self.reserve(new, ((B, G, D), (B, G, value_states.shape[3])), key_states)
         if room is None:
             return None
         for t, states in zip(room, (key_states, value_states)):
-            t[:, :, held : held + new] = states
+            t[:, :, used : used + new] = states
         return self.commit(new)
 
 
@@ -138,7 +139,7 @@ class GrowingLayer(_InPlace, DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Beams that stay where they are are not copied."""
-        if not self.held or not self.writable(0):
+        if not self.used or not self.writable(0):
             return super().reorder_cache(beam_idx)
         assert self.keys is not None
         assert self.values is not None

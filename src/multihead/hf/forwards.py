@@ -285,7 +285,7 @@ class AttentionForward(Recognised):
             room = layer.reserve(new, (heads, heads), hidden_states)
             if room is None:
                 return eligible.OTHERWISE
-            store = Store(*room, layer.held, layer.held + new)
+            store = Store(*room, layer.used, layer.used + new)
         wrong = prepare(read, turn=turn, store=store)
         if wrong is not None:
             return wrong

@@ -91,11 +91,11 @@ def load_weights(
         for part, target in targets.items():
             target.copy_(parts[part])
     present = entries_of(chosen, tensors)
-    held = {part for entry in present for part in entry.parts}
+    covered = {part for entry in present for part in entry.parts}
     return Loaded(
         layout if layout != "auto" else chosen.name,
         [entry.key for entry in present],
-        [part for part in targets if part not in held],
+        [part for part in targets if part not in covered],
         [name for name in tensors if chosen.ignored(name)],
     )
 

@@ -61,8 +61,8 @@ class Layout:
     def __str__(self) -> str:
         title = f"{self.name}{''.join(f' = {name}' for name in self.also)}: {self.of}"
         biases = [e for e in self.entries if e.is_bias]
-        held = {part for e in biases for part in e.parts}
-        lacks = [part[0] for part in (*QKV_BIAS, "o_bias") if part not in held]
+        covered = {part for e in biases for part in e.parts}
+        lacks = [part[0] for part in (*QKV_BIAS, "o_bias") if part not in covered]
         bias = "no biases" if not biases else "biases all or none" if self.either else "biases always"
         bias += f", none for {', '.join(lacks)}" if biases and lacks else ""
         rope = f"; RoPE pairs {self.pairing}" if self.pairing else ""

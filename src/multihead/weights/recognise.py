@@ -77,16 +77,16 @@ def misfits(layout: Layout, tensors: Checkpoint, layer: MultiHeadAttention) -> l
         want, have = tuple(entry.lie.join(parts, entry.parts, s).shape), tensors[dotted(entry.key)].shape()
         if want != have:
             problems.append(f"{entry.key} has shape {have}: expected {want} for {s}")
-    held = {part for entry in present for part in entry.parts}
+    covered = {part for entry in present for part in entry.parts}
     for part, argument, there in (
         ("q_norm", "qk_norm=True", layer.q_norm is not None),
         ("sinks", "sinks=True", layer.sinks is not None),
     ):
-        if part in held and not there:
+        if part in covered and not there:
             problems.append(f"the checkpoint has {part}: expected a layer made with {argument}")
-        if part not in held and there:
+        if part not in covered and there:
             problems.append(f"the layer has {argument}, and the checkpoint has no {part}")
-    if any(part.endswith("_bias") for part in held) and layer.q_proj.bias is None:
+    if any(part.endswith("_bias") for part in covered) and layer.q_proj.bias is None:
         problems.append("the checkpoint has biases: expected a layer made with bias=True")
     if any(isinstance(entry.lie, LessOne) for entry in present) and layer.q_proj.weight.dtype.itemsize < 4:
         problems.append(f"1 + w of a norm is not exact in {layer.q_proj.weight.dtype}: expected a float32 layer")

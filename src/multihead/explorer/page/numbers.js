@@ -28,7 +28,7 @@ export function fileName(name, shape, note = "") {
 /** A tensor as an npy file, version 1.0. @param {Tensor} t */
 export function npyOf(t) {
   const dtype = DTYPES.find(([type]) => t.data instanceof type)?.[1];
-  if (!dtype) throw new Error(`numbers of kind ${t.data.constructor.name}: expected floats, whole numbers or bytes`);
+  if (!dtype) throw new Error(`numbers of kind ${t.data.constructor.name}: expected floats, integers or bytes`);
   const shape = `(${t.shape.join(", ")}${t.shape.length === 1 ? "," : ""})`;
   const text = `{'descr': '${dtype}', 'fortran_order': False, 'shape': ${shape}, }`;
   const length = Math.ceil((10 + text.length + 1) / 64) * 64 - 10; // the data begins at a multiple of 64
