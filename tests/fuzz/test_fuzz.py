@@ -35,11 +35,12 @@ def test_a_mistake_is_found(spoil: str) -> None:
 
 def test_a_crash_is_reported_with_its_case_and_the_hunt_goes_on() -> None:
     told: list = []
-    found = hunt.hunt(5, cases=12, kind="attend", spoil="crash", tell=told.append)
+    found = hunt.hunt(5, cases=7, kind="attend", spoil="crash", tell=told.append)  # it crashes once, in the fifth
     crashed = [finding for finding in found.findings if "SIGSEGV" in finding.what]
     assert crashed
     assert told == found.findings
-    assert found.cases == 12
+    assert found.cases == 7
+    assert found.outcomes["right"] + found.outcomes["refused"] >= 6
     assert str(crashed[0]).startswith(f"python -m tests.fuzz --seed 5 --kind attend --case {crashed[0].case}: ")
 
 
