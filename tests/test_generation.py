@@ -4,6 +4,7 @@ The oracle below shares no code with the package: it keeps every token of every 
 complex numbers, and asks a plain function of two positions what may be seen.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -266,6 +267,69 @@ def test_a_cache_of_fewer_bits(way: Way, dtype: torch.dtype, held: Any, calls: l
         step = made.abs() * 2.0**-8 if held != "int8" else made.abs().amax(-1, keepdim=True) / 254
         assert ((new_rows - made).abs() <= 1.01 * step + 2 * (other - made).abs().amax(-1, keepdim=True) + 1e-5).all()
     within_bound(ours, right, rounded)
+
+
+# D and V beside whole vectors of 64 bytes, and rows of every number that share a key: 3, 4, 5 and 8 heads of a group
+@pytest.mark.parametrize(
+    ("heads", "D", "V", "keys"), [(3, 64, 64, 17), (4, 200, 72, 300), (5, 7, 130, 129), (8, 128, 128, 140)]
+)
+@pytest.mark.usefixtures("one_call")
+def test_products_of_bytes_are_as_exact_as_of_floats(heads: int, D: int, V: int, keys: int) -> None:
+    """Three digits of a byte for each number of q and each weight are no further off than float32 is."""
+    layer = bare(heads, D, V)
+    cache = filled(layer, keys)
+    x = torch.randn(1, 1, layer.q_proj.in_features)
+    y = layer(x, mask=mh.Causal(), cache=cache).view(2 * heads, V)
+    k, v = (t[0].repeat_interleave(heads, 0) for t in (cache.k, cache.v))
+
+    def attention(dtype: torch.dtype, product: Callable) -> Tensor:
+        weight, bias = (p.to(dtype) for p in layer.q_proj.parameters())
+        q = (product(x[0].to(dtype), weight.T.contiguous()) + bias).view(2 * heads, 1, D)
+        each = zip(q, k.to(dtype), v.to(dtype))
+        return torch.cat([product((product(a, b.mT.contiguous()) * layer.scale).softmax(-1), c) for a, b, c in each])
+
+    exact = attention(torch.float64, forwards)
+    within_bound([y], [exact], [[attention(torch.float32, product)] for product in (forwards, backwards)])
+
+
+def bare(heads: int, D: int, V: int) -> MultiHeadAttention:
+    """Two groups of `heads` heads, whose outputs are put out as they are."""
+    torch.manual_seed(4)
+    E = 2 * heads * V
+    made = MultiHeadAttention(E, 2 * heads, kv_heads=2, head_dim=D, value_dim=V).eval().requires_grad_(False)
+    made.o_proj.weight.copy_(torch.eye(E))
+    made.o_proj.bias.zero_()
+    return made
+
+
+def filled(layer: MultiHeadAttention, keys: int) -> mh.Cache:
+    cache = layer.new_cache(dtype="int8")
+    made = torch.Generator().manual_seed(1)
+    D, V = layer.sizes.D, layer.sizes.V
+    cache.append(*(3 * torch.randn(1, 2, keys, width, generator=made) for width in (D, V)))
+    return cache
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e-38, 0.0, 1e33])
+def test_a_query_that_cannot_be_scaled_is_multiplied_as_it_is(number: float) -> None:
+    """Its neighbours, multiplied in the same vectors, keep every bit."""
+    layer = bare(4, 64, 32)
+    x = torch.randn(1, 1, layer.q_proj.in_features)
+    cache = filled(layer, 150)
+    clean = layer(x, mask=mh.Causal(), cache=cache).view(8, 32)
+    layer.q_proj.weight.view(8, 64, -1)[1] = 0
+    layer.q_proj.bias.view(8, 64)[1] = number
+    cache = filled(layer, 150)
+    y = layer(x, mask=mh.Causal(), cache=cache).view(8, 32)
+    if not math.isfinite(number):  # W_o spreads it
+        assert y.isnan().all()
+        return
+    others = [0, *range(2, 8)]
+    assert torch.equal(y[others], clean[others])
+    q = torch.full((1, 64), number, dtype=torch.float64)
+    scores = q @ cache.k[0, 0].double().T * layer.scale
+    expected = scores.softmax(-1) @ cache.v[0, 0].double()
+    torch.testing.assert_close(y[1:2].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_that_is_not_finite_stays_where_it_is_hidden() -> None:

@@ -26,7 +26,7 @@ const Isa& find(const std::string& name, const std::string& source) {
     if (name == isa->name) return *isa;
     names += (names.empty() ? "" : ", ") + std::string(isa->name);
   }
-  const char* all[] = {"portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"};
+  const char* all[] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_bf16"};
   const bool known = std::find(std::begin(all), std::end(all), name) != std::end(all);
   throw std::invalid_argument(source + "instruction set '" + name + "' is " +
                               (known ? "not available here" : "unknown") + ": this machine has " + names);
@@ -39,6 +39,7 @@ std::vector<const Isa*> available_with([[maybe_unused]] const std::vector<std::s
 #if defined(__x86_64__)
   if (has(features, MULTIHEAD_AVX2_FEATURES)) list.push_back(&isa_avx2);
   if (has(features, MULTIHEAD_AVX512_FEATURES)) list.push_back(&isa_avx512);
+  if (has(features, MULTIHEAD_AVX512_VNNI_FEATURES)) list.push_back(&isa_avx512_vnni);
   if (has(features, MULTIHEAD_AVX512_BF16_FEATURES)) list.push_back(&isa_avx512_bf16);
 #elif defined(__aarch64__)
   if (has(features, MULTIHEAD_NEON_FEATURES)) list.push_back(&isa_neon);

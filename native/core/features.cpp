@@ -36,7 +36,7 @@ bool intel() {
 }
 
 const Feature* detect() {
-  static Feature list[12];
+  static Feature list[13];
   const Leaf basic(1, 0), extended(7, 0), more(7, 1);
   const unsigned long long saved = saved_state(basic);
   const bool ymm = (saved & 0x6) == 0x6, zmm = ymm && (saved & 0xe0) == 0xe0, tiles = (saved & 0x60000) == 0x60000;
@@ -48,6 +48,7 @@ const Feature* detect() {
   *next++ = {"avx512bw", zmm && bit(extended.ebx, 30)};
   *next++ = {"avx512dq", zmm && bit(extended.ebx, 17)};
   *next++ = {"avx512vl", zmm && bit(extended.ebx, 31)};
+  *next++ = {"avx512_vnni", zmm && bit(extended.ecx, 11)};
   *next++ = {"avx512_bf16", zmm && bit(more.eax, 5)};
   *next++ = {"avx512_fp16", zmm && bit(extended.edx, 23)};
   *next++ = {"amx_tile", tiles && bit(extended.edx, 24)};

@@ -102,13 +102,14 @@ struct Isa {
   const char* name;
   const Kernels* f32;  // fp32, and the half types converted to it
   const Kernels* f64;
-  const Kernels* bf16 = nullptr;  // attention with outputs, and products, of bfloat16 tensors; null: by f32
+  const Kernels* bf16 = nullptr;   // attention with outputs, and products, of bfloat16 tensors; null: by f32
+  const Kernels* bytes = nullptr;  // attention of a few rows to keys and values of i8; null: by f32
 };
 
 extern const Isa isa_portable;
 #if defined(__x86_64__)
-extern const Isa isa_avx2, isa_avx512, isa_avx512_bf16;
-extern const Kernels avx512_f32, avx512_f64, avx512_bf16;
+extern const Isa isa_avx2, isa_avx512, isa_avx512_vnni, isa_avx512_bf16;
+extern const Kernels avx512_f32, avx512_f64, avx512_bytes, avx512_bf16;
 #elif defined(__aarch64__)
 extern const Isa isa_neon, isa_neon_bf16;
 extern const Kernels neon_f32, neon_f64, neon_bf16;

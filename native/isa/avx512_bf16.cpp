@@ -4,5 +4,5 @@
 
 namespace multihead {
 const Kernels avx512_bf16 = half_kernels_of<Bf16Pairs>;
-const Isa isa_avx512_bf16 = {"avx512_bf16", &avx512_f32, &avx512_f64, &avx512_bf16};
+const Isa isa_avx512_bf16 = {"avx512_bf16", &avx512_f32, &avx512_f64, &avx512_bf16, &avx512_bytes};
 }  // namespace multihead

@@ -40,7 +40,7 @@ class Few {
       Few(plan, task, scratch, 8).template attend<(most_rows < 8 ? 1 : 8)>();
   }
 
- private:
+ protected:  // FewBytes multiplies otherwise
   struct Row {
     index q, h, start, stop;
     T top, total;

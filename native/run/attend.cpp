@@ -99,7 +99,9 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   const bool whole = plan.statistics.wanted() || plan.weights.data;  // kept per row, and not merged
   // Later passes find the scores of a pass without values, or with statistics, again to the last bit: these are fp32's.
   const bool half = plan.type == Type::bf16 && plan.kv_type == Type::bf16 && isa.bf16 && !whole && s.V > 0;
-  const Kernels& kernels = half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
+  // Fewer rows do not pay for turning the keys round.
+  const bool bytes = plan.kv_type == Type::i8 && isa.bytes && !whole && s.V > 0 && rows > 2 && rows <= isa.bytes->few;
+  const Kernels& kernels = bytes ? *isa.bytes : half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
   // Without values this is a pass over scores, which later passes must find again to the last bit: no other order then.
   const bool few = !whole && s.V > 0 && rows <= kernels.few;
   const index most = kernels.block_rows(s), lanes = kernels.lanes;
