@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from multihead import kernel
@@ -63,8 +63,9 @@ def speed_up(model: nn.Module) -> Report:
 
     Attention becomes `multihead`, and one native call from projection to projection in modules that are proven to be
     what they look like: before one is replaced, random input must give what the module gives. So do RMS norms and gated
-    feed-forward parts. Every `nn.Linear` multiplies by the kernel's product where that is faster. `generate` makes
-    caches that grow in place where none is given (`mh.hf.cache`), and a call that fails leaves its cache as it was.
+    feed-forward parts. Every `nn.Linear` multiplies by the kernel's product where that is faster. Dynamic caches grow
+    in place from their first token on (`mh.hf.cache`), whoever has made them, `generate` for one, and a call that fails
+    leaves its cache as it was.
     Modules, parameters and state_dict stay as they are. Whatever could see the difference in a call (a gradient, a
     hook on all modules, autocast, a compiler, an adapter in a linear's place) has that call run as before.
 
@@ -208,14 +209,18 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 class ModelForward(Forward):
-    """A call that fails leaves its cache as it was; a cache that the model has made itself grows in place."""
+    """A cache that comes empty, as `generate` makes one, or that the model makes itself, grows in place; a call that
+    fails leaves its cache as it was.
+    """
 
-    what = "a call that fails leaves its cache as it was"
+    what = "caches grow in place"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         given = kwargs.get("past_key_values")
+        if isinstance(given, DynamicCache | EncoderDecoderCache) and not given.get_seq_length():
+            grow(given)
         with kept(given):
             out = self.plain(*args, **kwargs)
         made = getattr(out, "past_key_values", None)
@@ -224,24 +229,8 @@ class ModelForward(Forward):
         return out
 
 
-class GenerateForward(Forward):
-    """The caches that `generate` makes grow in place."""
-
-    what = "caches grow in place"
-    method = "_prepare_cache_for_generation"
-
-    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        given = model_kwargs.get("past_key_values")
-        result = self.plain(generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get("past_key_values")
-        if self.on and given is None and isinstance(made, Cache):
-            grow(made)
-        return result
-
-
 def _replace_cache(report: Report) -> None:
     names = {id(module): name for name, module in report.model.named_modules()}
     for root in _roots(report.model):
-        if hasattr(root, GenerateForward.method):
+        if root.can_generate():
             _note(report, names[id(root)], root, ModelForward, None)
-            _note(report, names[id(root)], root, GenerateForward, None)
