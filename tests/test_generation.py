@@ -557,3 +557,15 @@ def test_positions_of_ones_own(positions: Tensor) -> None:
         out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(3, H * V)
         expected = out @ layer.o_proj.weight.double().T + layer.o_proj.bias.double()
         torch.testing.assert_close(y[b].double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_language_model_says_the_same_step_by_step() -> None:
+    """200 tokens, the most likely each time: in one call a layer, and by the seven steps, which a hook asks for."""
+    lm = mh.models.load("lm")
+    said = lm.generate("The people of the United", tokens=200, temperature=0)
+    hooks = [block.attention.q_proj.register_forward_hook(lambda *_: None) for block in lm.layers]
+    try:
+        assert lm.generate("The people of the United", tokens=200, temperature=0) == said
+    finally:
+        for hook in hooks:
+            hook.remove()
