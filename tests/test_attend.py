@@ -208,6 +208,16 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("mask", [mh.Causal(), mh.Causal(window=3), None], ids=str)
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference", None])
+def test_a_scale_below_zero_hides_what_is_hidden(backend: str | None, mask: mh.Mask | None) -> None:
+    q, k, v = torch.randn(3, 2, 3, 7, 8, generator=torch.Generator().manual_seed(0))
+    if backend == "native" and kernel.module is None:
+        pytest.skip(f"the native module is {kernel.missing}")
+    found = mh.attend(q, k, v, mask, scale=-0.5, backend=backend)
+    torch.testing.assert_close(found, mh.attend(-q, k, v, mask, scale=0.5, backend="reference"))
+
+
 @pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=[m for _, _, m in BAD])
 def test_bad_input_is_named(wrong: dict, error: type[Exception], message: str) -> None:
     assert mh.attend(**GOOD).shape == (2, 6, 5, 9)

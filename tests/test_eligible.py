@@ -443,6 +443,15 @@ class TestWhatHasNoStorageGoesToNoBackend:
             with pytest.raises(ValueError, match="expected one that was not freed or made smaller"):
                 mh.attend(t["q"], t["k"], t["v"], mask, backend=backend)
 
+    @pytest.mark.parametrize("name", ["q", "k", "v", "mask"])
+    def test_under_vmap(self, wrong: Callable, backend: str | None, name: str) -> None:
+        """Of a tensor that is mapped over, what is behind it is looked at."""
+        t = {n: torch.stack([x, x]) for n, x in given().items()} | {"mask": torch.ones(Q, K, dtype=torch.bool)}
+        t[name] = wrong(t[name])
+        rows = torch.vmap(lambda q, k, v: mh.attend(q, k, v, t["mask"], backend=backend))
+        with pytest.raises(ValueError, match=f"{name} sees .* expected one that was not freed or made smaller"):
+            rows(t["q"], t["k"], t["v"])
+
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])

@@ -120,7 +120,10 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, **mask: object) -> Tensor
     if call.needs_grad and not torch.compiler.is_compiling():
         q, k, v = (once(t, SDPA.name) for t in (q, k, v))
         mask = {name: once(t, SDPA.name) if isinstance(t, Tensor) else t for name, t in mask.items()}
-    return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
+    scale = call.scale
+    if scale < 0:  # on a CPU a causal kernel scales what it has hidden: −inf becomes inf
+        q, scale = -q, -scale
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask)  # type: ignore[arg-type]
 
 
 def carry_nan(out: Tensor, call: Call) -> Tensor:

@@ -21,7 +21,13 @@ def readable(t: Tensor) -> bool:
 
 def require_storage(name: str, t: object) -> None:
     """Refuse a tensor whose storage does not hold all that it sees: torch itself would read beyond its end."""
-    if not isinstance(t, Tensor) or not readable(t) or t.layout != torch.strided or not t.numel() or t._is_zerotensor():
+    if torch.compiler.is_compiling() or not isinstance(t, Tensor):
+        return
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    if t.device.type != "cpu" or type(t) not in (Tensor, torch.nn.Parameter):
+        return
+    if t.layout != torch.strided or not t.numel() or t._is_zerotensor():
         return
     last = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride()))
     needed, there = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
