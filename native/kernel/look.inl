@@ -167,6 +167,14 @@ class Look {
       }
   }
 
+  // Where a stretch of keys ends whose weights are added up as they are, before the sum goes to a double: equal weights
+  // are rounded alike, and a long sum of them drifts.
+  static index part_end(index key, index i, index count) {
+    constexpr index stretch = 16;
+    const index end = (key + i) / stretch * stretch + stretch - key;
+    return end < count ? end : count;
+  }
+
   // Adds a tile of weights to the bins that have some of it.
   template <int NR, bool Largest>
   void fold(const Strip<A>& strip, index key, index keys) {
@@ -181,27 +189,29 @@ class Look {
     for (index x = across.lowest(key); x < across.past(stop - 1); ++x) {
       const index from = across.first(x) > key ? across.first(x) : key,
                   to = across.last(x) < stop ? across.last(x) : stop;
-      F found[NR];
-      for (int c = 0; c < NR; ++c) found[c] = F{};  // no weight is less
-      for (index i = from - key; i < to - key; ++i)
+      for (index i = from - key; i < to - key;) {
+        F found[NR];
+        for (int c = 0; c < NR; ++c) found[c] = F{};  // no weight is less
+        for (const index end = Largest ? to - key : part_end(key, i, to - key); i < end; ++i)
 #pragma GCC unroll 4
-        for (int c = 0; c < NR; ++c) {
-          const F weight = A::load(scores + (i * NR + c) * W);
-          if (Largest)
-            found[c] = A::select((weight > found[c]) | (weight != weight), weight, found[c]);
-          else
-            found[c] += weight;
-        }
-      for (int c = 0; c < NR; ++c) A::store(lanes + c * W, found[c]);
-      for (int lane = 0; lane < strip.rows; ++lane)
-        for (index y = bin[lane]; y < past[lane]; ++y) {
-          double& at = picture[((y - low_bin) * group + strip.head[lane] - g * group) * look.width + x];
-          const double value = lanes[lane];
-          if (!Largest)
-            at += value;
-          else if (value > at || value != value)
-            at = value;
-        }
+          for (int c = 0; c < NR; ++c) {
+            const F weight = A::load(scores + (i * NR + c) * W);
+            if (Largest)
+              found[c] = A::select((weight > found[c]) | (weight != weight), weight, found[c]);
+            else
+              found[c] += weight;
+          }
+        for (int c = 0; c < NR; ++c) A::store(lanes + c * W, found[c]);
+        for (int lane = 0; lane < strip.rows; ++lane)
+          for (index y = bin[lane]; y < past[lane]; ++y) {
+            double& at = picture[((y - low_bin) * group + strip.head[lane] - g * group) * look.width + x];
+            const double value = lanes[lane];
+            if (!Largest)
+              at += value;
+            else if (value > at || value != value)
+              at = value;
+          }
+      }
     }
   }
 };

@@ -247,6 +247,8 @@ class Attend:
         kinds = {"odd": 0.15, "foreign": 0.04, "broken": 0.04} if odd and transform is None else {"odd": 0.0}
         forms = {name: tensors.choose(rng, probe, **kinds) for name in ("q", "k", "v", "sinks", "bias")}
         forms["mask"] = rng.choice(MASK_FORMS) if odd and rng.random() < 0.3 else "contiguous"
+        if mode == "compile" and forms["mask"] in tensors.BROKEN:
+            forms["mask"] = "contiguous"  # a compiled program reads it, in which there is nobody to refuse
         return Attend(
             s, dtype, Options.draw(rng, s), draw_mask(rng, s, by_row=transform != "vmap"),
             rng.choice([1.0, 1.0, 1.0, 30.0, 0.0, 1e4]), rng.choice([None] * 8 + [math.nan, math.inf]), forms, mode,

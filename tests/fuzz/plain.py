@@ -131,7 +131,7 @@ class Judged:
 
 
 def numbers(t: Tensor) -> np.ndarray:
-    return t.detach().double().numpy().astype(np.longdouble)
+    return t.detach().double().numpy(force=True).astype(np.longdouble)  # by force: it may be a tensor of no memory
 
 
 def error(what: str, found: np.ndarray, exact: np.ndarray, judged: np.ndarray | None = None) -> float:

@@ -1,8 +1,7 @@
 """Statistics of attention weights by the C++ kernel, on the CPU: see `lens.statistics`.
 
 A pass over the scores of queries leaves a state for each: top and factor, such that a weight is
-2^((score − top)·unit) · factor, where unit is log₂e rounded (see native/README.md). Any log-sum-exp can be written so,
-without losing digits: top is lse rounded, and factor is what the rounding took.
+2^((score − top)·unit) · factor, where unit is log₂e rounded (see native/README.md).
 """
 
 import math
@@ -23,53 +22,54 @@ if TYPE_CHECKING:
     from multihead.lens.region import At, Region
 
 
-def scan(region: "Region", lse: Tensor | None = None, entropy_and_peak: bool = True) -> tuple[Tensor | None, ...]:
-    """The log-sum-exp, the entropy, the largest weight and its key."""
+def scan(region: "Region", state: Tensor | None = None, entropy_and_peak: bool = True) -> tuple[Tensor | None, ...]:
+    """The state, unless given, the entropy, the largest weight and its key."""
     entropy, peak, key = _made(region), _made(region, 1), _made(region, 1, dtype=torch.int64)
     asked = {"entropy": entropy, "top": peak, "keys": key} if entropy_and_peak else {}
-    if lse is None:
-        lse = _found(region, asked)
+    if state is None:
+        state = _made(region, 2)
+        _attend(region, state=state, **asked)
     else:
-        _attend(region, given=_state(region, lse), **asked)
-    return (lse, entropy, peak[..., 0], key[..., 0]) if entropy_and_peak else (lse, None, None, None)
+        _attend(region, given=state.contiguous(), **asked)
+    return (state, entropy, peak[..., 0], key[..., 0]) if entropy_and_peak else (state, None, None, None)
 
 
-def top(region: "Region", lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def top(region: "Region", state: Tensor, n: int) -> tuple[Tensor, Tensor]:
     weights, keys = _made(region, n), _made(region, n, dtype=torch.int64)
-    _attend(region, given=_state(region, lse), top=weights, keys=keys)
+    _attend(region, given=state.contiguous(), top=weights, keys=keys)
     return weights, keys
 
 
-def mass(region: "Region", lse: Tensor) -> Tensor:
+def mass(region: "Region", state: Tensor) -> Tensor:
     out = _made(region)
-    _attend(_ascending(region)[0], given=_state(region, lse), mass=out)
+    _attend(_ascending(region)[0], given=state.contiguous(), mass=out)
     return out
 
 
-def received(region: "Region", lse: Tensor) -> Tensor:
+def received(region: "Region", state: Tensor) -> Tensor:
     B, H, _, K = region.shape
     out = torch.zeros(B, H, K, dtype=region.exact, device=CPU)
-    _look(region, lse, received=out)
+    _look(region, state, received=out)
     return out
 
 
-def pooled(region: "Region", lse: Tensor, height: int, width: int, pool: str) -> Tensor:
+def pooled(region: "Region", state: Tensor, height: int, width: int, pool: str) -> Tensor:
     """Of a region whose keys ascend."""
     out = torch.zeros(*region.shape[:2], height, width, dtype=region.exact, device=CPU)
-    _look(region, lse, map=out, largest=pool == "max")
+    _look(region, state, map=out, largest=pool == "max")
     return out
 
 
-def weights(region: "Region", lse: Tensor) -> Tensor:
+def weights(region: "Region", state: Tensor) -> Tensor:
     ordered, places = _ascending(region)
     out = torch.zeros(region.shape, dtype=region.exact, device=CPU)
-    _look(ordered, lse, weights=out)
+    _look(ordered, state, weights=out)
     return out if places is None else out.index_select(3, places)
 
 
-def tiles(region: "Region", lse: Tensor, all_heads: bool = False) -> "Iterator[tuple[At, Tensor]]":
+def tiles(region: "Region", state: Tensor, all_heads: bool = False) -> "Iterator[tuple[At, Tensor]]":
     for at, _ in region.blocks(all_heads):
-        yield at, weights(region.part(at), lse[at.rows])
+        yield at, weights(region.part(at), state[at.rows])
 
 
 def weigh(call: Call, state: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def _attend(region: "Region", **into: Any) -> None:
     _read(region).attend(torch.get_num_threads(), **into)
 
 
-def _look(region: "Region", lse: Tensor, **into: Any) -> None:
-    _read(region).look(torch.get_num_threads(), given=_state(region, lse), **into)
+def _look(region: "Region", state: Tensor, **into: Any) -> None:
+    _read(region).look(torch.get_num_threads(), given=state.contiguous(), **into)
 
 
 def _made(region: "Region", *more: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -103,22 +103,21 @@ def _made(region: "Region", *more: int, dtype: torch.dtype | None = None) -> Ten
     return torch.empty(*region.shape[:3], *more, dtype=dtype or region.exact, device=CPU)
 
 
-def _found(region: "Region", asked: dict[str, Tensor]) -> Tensor:
-    """The log-sum-exp, found in a pass that also tells what is asked."""
-    lse, state = _made(region), _made(region, 2)
-    _attend(region, lse=lse, state=state, **asked)
+# The state and the log-sum-exp ----------------------------------------------------------------------------------------
+
+
+def lse(region: "Region", state: Tensor) -> Tensor:
+    """What the state of a pass says: float64."""
     top, factor = state.double().unbind(-1)
-    exact_lse = top * _scale(region) - factor.log()
-    return torch.where(factor > 0, exact_lse, lse.double())  # where only a sink is seen, or nothing, lse is exact
+    alone = torch.full_like(top, -torch.inf)  # what there is where no key has a weight
+    if region.sinks is not None:
+        alone = region.sinks.double()[:, None].expand_as(top)
+    nothing = factor < torch.finfo(region.exact).tiny  # the sink has all of the sum, and factor has lost its digits
+    return torch.where(nothing, alone, top * _scale(region) - factor.log())
 
 
-def _scale(region: "Region") -> float:
-    """What the kernel leaves to the unit: the scale of a plain call; else it scales, caps and biases before."""
-    plain = region.dense is None and region.bias is None and not region.softcap and 1e-30 < region.scale < 1e30
-    return region.scale if plain else 1.0
-
-
-def _state(region: "Region", lse: Tensor) -> Tensor:
+def of_lse(region: "Region", lse: Tensor) -> Tensor:
+    """The state that a log-sum-exp stands for: top is lse rounded, and factor is what the rounding took."""
     scale, exact = _scale(region), region.exact
     level = lse.double() / scale  # as the kernel's scores are
     top = level.to(exact)
@@ -126,6 +125,12 @@ def _state(region: "Region", lse: Tensor) -> Tensor:
     factor = torch.exp2((top - level) * unit).clamp(max=torch.finfo(exact).max).to(exact)
     nothing = lse == -torch.inf
     return torch.stack([top.masked_fill(nothing, torch.inf), factor.masked_fill(nothing, 0)], -1)
+
+
+def _scale(region: "Region") -> float:
+    """What the kernel leaves to the unit: the scale of a plain call; else it scales, caps and biases before."""
+    plain = region.dense is None and region.bias is None and not region.softcap and 1e-30 < region.scale < 1e30
+    return region.scale if plain else 1.0
 
 
 # Keys that were selected ----------------------------------------------------------------------------------------------

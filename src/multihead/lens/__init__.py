@@ -1,11 +1,13 @@
 """The lens: exact attention weights, and what they add up to, on demand and in O(N) memory.
 
-With q, k and the log-sum-exp any weight is exp(q·k·scale − lse), so nothing needs the (Q, K) matrix but `weights`.
+With q, k and two numbers a query any weight is exp(q·k·scale − top)·factor, so nothing needs the (Q, K) matrix but
+`weights`.
 
 Longer than other files because every question to a lens has its shapes and an example beside it.
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +17,12 @@ from multihead import steps
 from multihead.attention import compute, largest, prepare
 from multihead.call import Arguments, Call, without_autocast
 from multihead.lens import plots, statistics
-from multihead.lens.gradient import Refusal, lse_with_gradient, masked_scores, sinks_of
+from multihead.lens.gradient import Refusal, columns_with_gradient, masked_scores, sinks_of
 from multihead.lens.kept import BLOCK, Blocks
 from multihead.lens.picture import draw_lens
 from multihead.lens.region import At, Region, Scan
 from multihead.lens.selections import Chosen, Selection, choose, count, take
+from multihead.lens.statistics import State
 from multihead.lens.why import Origin, Why, resolve, split
 from multihead.masks import Mask
 from multihead.masks.intervals import Visible
@@ -52,10 +55,11 @@ def look(
         softcap: scores become softcap · tanh(scores / softcap).
         sinks: (H,) a logit for each head that joins the softmax's denominator.
         bias: added to the scores; broadcasts right-aligned to (B,H,Q,K). −inf hides.
-        lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores. Its rounding, up to
-            |lse|·2⁻²⁴ in float32, is a relative error of every weight then, and where another backend computed it so is
-            the difference between two ways of rounding a score; but not of whole rows (`rows`, `weights`), which are
-            divided by their sum.
+        lse: (B,H,Q) from `attend(..., return_lse=True)`, which saves a pass over the scores. A rounded number cannot
+            be unrounded: its rounding, up to |lse|·2⁻²⁴ in float32 and |lse|·2⁻⁵² in float64, is a relative error of
+            every weight then, and where another backend computed it so is the difference between two ways of rounding
+            a score; but not of whole rows (`rows`, `weights`), which are divided by their sum. Without it the lens
+            keeps what the pass found, unrounded.
 
     >>> q, k, v = torch.randn(1, 8, 4096, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
     >>> out, lse = mh.attend(q, k, v, mask=mh.Causal(), return_lse=True)
@@ -106,6 +110,8 @@ class Lens:
         self._region = self._with_gradient.detach()
         self._given = None if lse is None else _checked(lse, self._region)
         self._lse = None if self._given is None else self._given.detach()
+        self._by: ModuleType | None = None  # who computed what is kept
+        self._state: State | None = None
         self._blocks: Blocks | None = None
         self._scanned: Scan | None = None
         self._received: Tensor | None = None
@@ -129,7 +135,8 @@ class Lens:
     def nbytes(self) -> int:
         """Bytes that it keeps: q and k, which may be shared with others, and what it has computed so far."""
         part, found = self._region, self._scanned
-        kept = [part.q, part.k, part.bias, part.dense, self._lse, self._received, *(found or ())]
+        kept = [part.q, part.k, part.bias, part.dense, self._lse, self._received, *(found or ())[1:]]
+        kept.append(None if self._state is None else self._state.numbers)
         known = self._blocks.nbytes if self._blocks is not None else 0
         return known + sum(t.nbytes for t in kept if t is not None)
 
@@ -140,7 +147,8 @@ class Lens:
     @property
     def lse(self) -> Tensor:
         """The log-sum-exp of each query, (B,H,Q), sinks included; −inf where nothing is seen."""
-        return self._refuse_gradient("lse", self._lse_of().to(self._region.exact, copy=True))
+        lse = self._state_of().lse(self._region) if self._lse is None else self._lse.to(self.dtype, copy=True)
+        return self._refuse_gradient("lse", lse)
 
     def max_logit(self) -> Tensor:
         """The largest score of each head, (B,H), after scale, softcap, bias and mask: −inf where nothing is seen."""
@@ -173,9 +181,9 @@ class Lens:
             part = self._with_gradient.select(h, q)
             with without_autocast(part.q.device):
                 return steps.weigh(masked_scores(part), sinks_of(part))[0]
-        part, lse = self._region.select(h, q), self._lse_of(h, q)
-        weights = statistics.weights(part, lse)
-        return weights if self._given is None else _divided(weights, part.sinks, lse)
+        part = self._region.select(h, q)
+        weights = statistics.weights(part, self._state_of(h, q))
+        return weights if self._lse is None else _divided(weights, part.sinks, take(take(self._lse, 1, h), 2, q))
 
     def columns(self, keys: Selection, heads: Selection = None) -> Tensor:
         """How much every query attends to some keys: (B,H,Q,k)."""
@@ -183,11 +191,12 @@ class Lens:
         if self._call.needs_grad:
             part = self._with_gradient.select(h)
             with without_autocast(part.q.device):
-                given = self._given is not None and self._given.requires_grad
-                lse = take(self._given, 1, h) if given else lse_with_gradient(part)  # type: ignore[arg-type]
-                lse = lse.to(part.exact).masked_fill(lse == -torch.inf, 0)  # nothing is seen: −inf − −inf is no number
+                if self._given is None or not self._given.requires_grad:
+                    return columns_with_gradient(part, k)
+                lse = take(self._given, 1, h).to(part.exact)
+                lse = lse.masked_fill(lse == -torch.inf, 0)  # nothing is seen: −inf − −inf is no number
                 return torch.exp(masked_scores(part.select(keys=k)) - lse[..., None])
-        return statistics.weights(self._region.select(h, None, k), self._lse_of(h))
+        return statistics.weights(self._region.select(h, None, k), self._state_of(h))
 
     def weights(self, heads: Selection = None) -> Tensor:
         """All weights, (B,H,Q,K): the one result that takes O(Q·K) memory."""
@@ -227,8 +236,8 @@ class Lens:
         for name, chosen in (("queries", q), ("keys", k)):
             if count(chosen) == 0:
                 raise ValueError(f"there are no {name} to map: expected at least one")
-        part, lse = self._region.select(h, q, k), self._lse_of(h, q)
-        return self._refuse_gradient("map", statistics.pooled(part, lse, height, width, pool))
+        part, state = self._region.select(h, q, k), self._state_of(h, q)
+        return self._refuse_gradient("map", statistics.pooled(part, state, height, width, pool))
 
     def top(self, n: int, queries: Selection = None, heads: Selection = None) -> tuple[Tensor, Tensor]:
         """The n largest weights of each query and their keys, (B,H,Q,n) each, largest first.
@@ -247,7 +256,7 @@ class Lens:
         """
         require_int("n", n, 1)
         h, q, _ = self._choose(heads, queries)
-        weights, keys = statistics.top(self._region.select(h, q), self._lse_of(h, q), n)
+        weights, keys = statistics.top(self._region.select(h, q), self._state_of(h, q), n)
         return self._refuse_gradient("top", weights), keys
 
     def peak(self) -> tuple[Tensor, Tensor]:
@@ -272,13 +281,13 @@ class Lens:
     def received(self) -> Tensor:
         """How much attention each key gets from all queries together: (B,H,K)."""
         if self._received is None:
-            self._received = statistics.received(self._region, self._lse_of())
+            self._received = statistics.received(self._region, self._state_of())
         return self._refuse_gradient("received", self._received.clone())
 
     def mass(self, keys: Selection) -> Tensor:
         """The weight of these keys together, for each query: (B,H,Q). A key given twice counts twice."""
         _, _, k = self._choose(None, None, keys)
-        return self._refuse_gradient("mass", statistics.mass(self._region.select(keys=k), self._lse_of()))
+        return self._refuse_gradient("mass", statistics.mass(self._region.select(keys=k), self._state_of()))
 
     def tiles(self, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
         """Every weight that may be more than 0, once, a tile at a time: for statistics of one's own.
@@ -292,7 +301,7 @@ class Lens:
         >>> torch.allclose(total, lens.weights().square().sum())
         True
         """
-        yield from statistics.tiles(self._region, self._lse_of(), all_heads)
+        yield from statistics.tiles(self._region, self._state_of(), all_heads)
 
     def plot(self, what: str = "map", **options: Any) -> "Figure":
         """A matplotlib figure; see `multihead.lens.plots`. Needs `pip install "multihead[plot]"`.
@@ -344,23 +353,36 @@ class Lens:
             choose("keys", keys, K, device),
         )
 
-    def _lse_of(self, heads: Chosen | None = None, queries: Chosen | None = None) -> Tensor:
-        """The log-sum-exp of some heads' queries; kept where it had to be computed for many of them."""
-        (_, H, Q, _) = self.shape
+    def _chosen(self) -> ModuleType:
+        """Who computes now; what others have left is forgotten."""
+        by = statistics.chosen(self._region)
+        if self._by is not by:
+            self._by, self._state, self._blocks = by, None, None
+        return by
+
+    def _state_of(self, heads: Chosen | None = None, queries: Chosen | None = None) -> State:
+        """The state of some heads' queries; kept where it had to be computed for many of them."""
+        (_, H, Q, _), by = self.shape, self._chosen()
         heads, queries = slice(0, H) if heads is None else heads, slice(0, Q) if queries is None else queries
-        if self._lse is None and (count(heads), count(queries)) != (H, Q):
+        if self._lse is not None:
+            part = self._region.select(heads, queries)
+            return State.of_lse(part, by, take(take(self._lse, 1, heads), 2, queries))
+        if self._state is None and (count(heads), count(queries)) != (H, Q):
             if isinstance(heads, slice) and isinstance(queries, slice) and count(queries) >= BLOCK and count(heads):
-                self._blocks = Blocks(self._region) if self._blocks is None else self._blocks
-                return self._blocks.lse(heads, queries)
-            return statistics.scan(self._region.select(heads, queries), entropy_and_peak=False).lse
-        if self._lse is None:
-            self._lse = statistics.scan(self._region, entropy_and_peak=False).lse
-        return take(take(self._lse, 1, heads), 2, queries)
+                self._blocks = Blocks(self._region, by) if self._blocks is None else self._blocks
+                return self._blocks.state(heads, queries)
+            part = self._region.select(heads, queries)
+            return State(by, statistics.scan(part, by, entropy_and_peak=False).state)
+        if self._state is None:
+            self._state = State(by, statistics.scan(self._region, by, entropy_and_peak=False).state)
+        return self._state.select(heads, queries)
 
     def _scan(self) -> Scan:
         if self._scanned is None:
-            self._scanned = statistics.scan(self._region, None if self._given is None else self._lse)
-            self._lse = self._scanned.lse
+            by, given = self._chosen(), self._lse is not None
+            self._scanned = statistics.scan(self._region, by, self._state_of() if given else None)
+            if not given:
+                self._state = State(by, self._scanned.state)
         return self._scanned
 
     def _refuse_gradient(self, name: str, result: Tensor) -> Tensor:

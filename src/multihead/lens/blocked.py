@@ -1,4 +1,7 @@
-"""Statistics of attention weights in plain torch, tile by tile, on any device: see `statistics`."""
+"""Statistics of attention weights in plain torch, tile by tile, on any device: see `statistics`.
+
+The state of a query is top and denominator: a weight is exp(score − top) / denominator.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
@@ -14,13 +17,13 @@ Tiles = Callable[[Region, Tensor], Iterator[tuple[At, Tensor]]]
 NEXT_TO_NOTHING = -1e4  # exp of it is 0 in every dtype, and 0 times it too; −inf in its place would make NaN
 
 
-def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = True) -> Scan:
-    """The log-sum-exp of each query, unless given, and entropy and peak, in one pass.
+def scan(region: Region, state: Tensor | None = None, entropy_and_peak: bool = True) -> Scan:
+    """The state of each query, unless given, and entropy and peak, in one pass.
 
     With p = exp(s − m) for a running maximum m: l = Σ p and t = Σ p·(s − m). When m moves by δ = m − m′, l becomes
-    exp(δ)·l and t becomes exp(δ)·(t + δ·l). A given lse is the m that never moves.
+    exp(δ)·l and t becomes exp(δ)·(t + δ·l). A given top is the m that never moves.
     """
-    shape, given = region.shape[:3], lse
+    shape, given = region.shape[:3], None if state is None else state[..., 0]
     top = region.q.new_full(shape, -torch.inf, dtype=region.wide)
     key = torch.full(shape, -1, device=top.device)
     total, slope = torch.zeros_like(top), torch.zeros_like(top)  # l, t
@@ -36,18 +39,27 @@ def scan(region: Region, lse: Tensor | None = None, entropy_and_peak: bool = Tru
             moved = (before - base).clamp_(min=NEXT_TO_NOTHING)
             shrink = moved.exp()
             slope[at.rows] = (slope[at.rows] + moved * total[at.rows]) * shrink
-            total[at.rows] = total[at.rows] * shrink + powers.sum(-1)
+            total[at.rows] *= shrink
+        total[at.rows] += powers.sum(-1)
         if entropy_and_peak:
             slope[at.rows] += powers.mul_(off).sum(-1)
         top[at.rows] = now
-    if given is None:
-        lse, entropy = _close(top, total, slope, region.sinks)
-    else:
-        lse, entropy = given, slope.neg_()
+    if state is None:
+        state, total, slope = _close(top, total, slope, region.sinks)
     if not entropy_and_peak:
-        return Scan(lse, None, None, None)
-    peak = torch.exp(top - _finite(lse))
-    return Scan(lse, entropy.clamp_(min=0).to(region.exact), peak.to(region.exact), key)
+        return Scan(state, None, None, None)
+    base, denominator = state.unbind(-1)
+    entropy = (total * denominator.log() - slope) / denominator
+    peak = torch.exp(top - _finite(base)) / denominator
+    return Scan(state, entropy.clamp_(min=0).to(region.exact), peak.to(region.exact), key)
+
+
+def lse(region: Region, state: Tensor) -> Tensor:
+    return state[..., 0] + state[..., 1].log()
+
+
+def of_lse(region: Region, lse: Tensor) -> Tensor:
+    return torch.stack([lse, torch.ones_like(lse)], -1)
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -62,8 +74,8 @@ def _note_keys(region: Region, at: At, scores: Tensor, best: Tensor, before: Ten
         key[wins] = region.numbers(at.keys)[scores[wins].argmax(-1)]
 
 
-def _close(top: Tensor, total: Tensor, slope: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Lse and entropy from m, l and t: with L the denominator, H = −Σ (p/L)·(s − m − ln L) = (l·ln L − t) / L."""
+def _close(top: Tensor, total: Tensor, slope: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """State, l and t from m, l and t: with L the denominator, H = −Σ (p/L)·(s − m − ln L) = (l·ln L − t) / L."""
     denominator = total
     if sinks is not None:
         sink = sinks.to(top.dtype)[:, None]
@@ -71,26 +83,23 @@ def _close(top: Tensor, total: Tensor, slope: Tensor, sinks: Tensor | None) -> t
         moved = (top - base).clamp_(min=NEXT_TO_NOTHING)
         shrink = moved.exp()
         slope, total = (slope + moved * total) * shrink, total * shrink
-        top, denominator = base, total + torch.exp(sink - base)
-    empty = denominator == 0
-    denominator = denominator.masked_fill(empty, 1)
-    logarithm = denominator.log()
-    return (_finite(top) + logarithm).masked_fill(empty, -torch.inf), (total * logarithm - slope) / denominator
+        top, denominator = torch.maximum(top, sink), total + torch.exp(sink - base)
+    return torch.stack([top, denominator.masked_fill(denominator == 0, 1)], -1), total, slope
 
 
-def tiles(region: Region, lse: Tensor, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
+def tiles(region: Region, state: Tensor, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
     """Every weight that may be more than 0, once: where, and a tile (b, h, q, k) of its own, 0 where hidden."""
-    lse = _finite(lse)
-    odd = bool(lse.isnan().any())  # a visible NaN makes its row NaN, but not what is hidden in that row
+    top, denominator = _finite(state[..., 0]), state[..., 1].to(region.exact)
+    odd = bool(state.isnan().any())  # a visible NaN makes its row NaN, but not what is hidden in that row
     for at, scores in region.tiles(all_heads):
         hidden = scores == -torch.inf if odd else None
-        w = scores.sub_(lse[at.rows][..., None]).to(region.exact).exp_()
+        w = scores.sub_(top[at.rows][..., None]).to(region.exact).exp_().div_(denominator[at.rows][..., None])
         yield at, w if hidden is None else w.masked_fill_(hidden, 0)
 
 
-def weights(region: Region, lse: Tensor) -> Tensor:
+def weights(region: Region, state: Tensor) -> Tensor:
     out = region.q.new_zeros(region.shape, dtype=region.exact)
-    for at, w in tiles(region, lse):
+    for at, w in tiles(region, state):
         out[at] = w
     return out
 
@@ -100,17 +109,17 @@ def _wide(region: Region) -> torch.dtype:
     return region.exact if region.q.device.type == "mps" else torch.float64  # mps has no float64
 
 
-def mass(region: Region, lse: Tensor) -> Tensor:
+def mass(region: Region, state: Tensor) -> Tensor:
     out = region.q.new_zeros(region.shape[:3], dtype=_wide(region))
-    for at, w in tiles(region, lse):
+    for at, w in tiles(region, state):
         out[at.rows] += w.sum(-1)
     return out.to(region.exact)
 
 
-def received(region: Region, lse: Tensor) -> Tensor:
+def received(region: Region, state: Tensor) -> Tensor:
     B, H, _, K = region.shape
     out = region.q.new_zeros((B, H, K), dtype=_wide(region))
-    for at, w in tiles(region, lse):
+    for at, w in tiles(region, state):
         out[at.columns] += w.sum(-2)
     return out.to(region.exact)
 
@@ -118,7 +127,7 @@ def received(region: Region, lse: Tensor) -> Tensor:
 # The largest n --------------------------------------------------------------------------------------------------------
 
 
-def top(region: Region, lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def top(region: Region, state: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest weights of each query and their keys, largest first, ties by key; 0 and −1 where fewer are seen."""
     scores_of = region.q.new_full((*region.shape[:3], n), -torch.inf, dtype=region.wide)
     keys_of = torch.full(scores_of.shape, -1, device=scores_of.device)
@@ -133,7 +142,9 @@ def top(region: Region, lse: Tensor, n: int) -> tuple[Tensor, Tensor]:
         values, order = values.sort(dim=-1, descending=True, stable=True)  # on a tie the earlier keys stay
         held[wins], held_keys[wins] = values[:, :n], keys.gather(-1, order)[:, :n]
     keys_of.masked_fill_(scores_of == -torch.inf, -1)
-    return torch.exp(scores_of - _finite(lse)[..., None]).to(region.exact), keys_of
+    base, denominator = state.unbind(-1)
+    weights = torch.exp(scores_of - _finite(base)[..., None]) / denominator[..., None]
+    return weights.to(region.exact), keys_of
 
 
 def largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -151,13 +162,13 @@ def largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
 # Maps -----------------------------------------------------------------------------------------------------------------
 
 
-def pooled(region: Region, lse: Tensor, height: int, width: int, pool: str, tiles: Tiles = tiles) -> Tensor:
+def pooled(region: Region, state: Tensor, height: int, width: int, pool: str, tiles: Tiles = tiles) -> Tensor:
     """The weights as a picture of height × width: the mean or the largest weight of each bin, hidden ones as 0."""
     B, H, Q, K = region.shape
-    out = region.q.new_zeros((B, H, height, width), dtype=region.exact)
+    out = region.q.new_zeros((B, H, height, width), dtype=region.exact if pool == "max" else _wide(region))
     down, across = Bins(Q, height), Bins(K, width)
-    odd = bool(lse.isnan().any())
-    for at, w in tiles(region, lse):
+    odd = bool(state.isnan().any())
+    for at, w in tiles(region, state):
         rows, columns = down.touched(at.queries), across.touched(at.keys)
         picture = out[at.batch, at.heads, rows, columns]
         if pool == "max":
@@ -165,13 +176,13 @@ def pooled(region: Region, lse: Tensor, height: int, width: int, pool: str, tile
             torch.maximum(picture, found, out=picture)
             continue
         bad = w.isnan() if odd else None  # a product would spread it over the tile
-        w = w if bad is None else w.masked_fill(bad, 0)
+        w = (w if bad is None else w.masked_fill(bad, 0)).to(out.dtype)
         with without_autocast(w.device):
             picture += down.averages(at.queries, w) @ (w @ across.averages(at.keys, w).T)
         if bad is not None:
             there = across.largest(down.largest(bad.to(w.dtype), -2, at.queries), -1, at.keys)
             picture.masked_fill_(there > 0, torch.nan)
-    return out
+    return out.to(region.exact)
 
 
 class Bins:

@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from multihead import steps
 from multihead.lens.region import SIDE, At, Region
+from multihead.lens.selections import Chosen, take
 
-GRADIENT_BLOCK = 2**22  # scores held at once where the log-sum-exp needs a gradient
+GRADIENT_BLOCK = 2**22  # scores held at once where columns need a gradient
 
 
 class Refusal(torch.autograd.Function):
@@ -46,11 +47,11 @@ def masked_scores(region: Region) -> Tensor:
     return steps.hide(scores, allowed=allowed, softcap=region.softcap, bias=bias)
 
 
-def lse_with_gradient(region: Region) -> Tensor:
-    """The log-sum-exp of each query, a block of queries at a time, which is computed again for the gradient."""
+def columns_with_gradient(region: Region, keys: Chosen) -> Tensor:
+    """The weights of some keys, a block of queries at a time, which is computed again for the gradient."""
 
     def of_block(part: Region) -> Tensor:
-        return steps.weigh(masked_scores(part), sinks_of(part))[1]
+        return take(steps.weigh(masked_scores(part), sinks_of(part))[0], 3, keys)
 
     B, H, Q, K = region.shape
     step = max(1, min(SIDE, GRADIENT_BLOCK // max(1, B * H * K)))

@@ -39,9 +39,9 @@ class At(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What one pass over the scores of a region tells of each query: (B, H, Q) each."""
+    """What one pass over the scores of a region tells of each query: (B, H, Q) each, but for the state."""
 
-    lse: Tensor
+    state: Tensor  # (B, H, Q, 2), what weights are made from, as whoever made the pass writes it
     entropy: Tensor | None  # −Σ w ln w over keys
     peak: Tensor | None  # the largest weight
     key: Tensor | None  # its key, int64; −1 where nothing is seen
@@ -136,7 +136,8 @@ class Region:
         """The dtype of scores and of the log-sum-exp.
 
         A product rounds differently in tiles of different shape, by up to eps·|score|, and exp makes that the relative
-        error of a weight. So scores are float64 where that costs little: on a CPU.
+        error of a weight. So scores are float64 where that costs little: on a CPU. Calls in float64 that the kernel may
+        not compute have nothing wider: where a later pass has other tiles, a weight of theirs is off by that.
         """
         return torch.float64 if self.q.device.type == "cpu" else self.exact
 
