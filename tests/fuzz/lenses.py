@@ -110,7 +110,8 @@ class Lens:
         both of itself, and so is each sum, mean or largest of weights; −Σ w ln w by its own size and Σ w ≤ 1 together.
         Both are the error of the log-sum-exp, and what it may be.
         """
-        size = float(np.abs(statistic).max(initial=0)) + (1.0 if what == "entropy" else 0.0)
+        finite = np.abs(statistic[np.isfinite(statistic)])
+        size = float(finite.max(initial=0)) + (1.0 if what == "entropy" else 0.0)
         return (by_lse.found + by_lse.most) * size
 
     def _ask(self, given: dict[str, Tensor]) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class Lens:
 
     def _check_keys(self, what: str, keys: Tensor, weights: np.ndarray, seen: np.ndarray, verdict: Judged) -> Judged:
         """Each key is one that is seen, named once; −1 where there is none. Judged: how far its weight is from the one
-        it should have. Of two keys whose scores round to the other order, as much as of the weights themselves.
+        it should have: of two keys in the wrong order both weights are off, each by what a weight may be.
         """
         found = keys.numpy()[..., None] if what == "peak" else keys.numpy()
         wanted = oracle.top(weights, found.shape[-1])
@@ -195,4 +196,4 @@ class Lens:
             first = np.where(seen.any(-1), seen.argmax(-1), -1)
             if (found[..., 0] != first).any():
                 raise Wrong("peak: a tie does not go to the lowest key")
-        return Judged(f"keys of {what}", off, verdict.most + 1e-300)
+        return Judged(f"keys of {what}", off, 2 * verdict.most + 1e-300)
