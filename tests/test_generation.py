@@ -14,6 +14,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import kernel
+from multihead.kernel import eligible
 from multihead.layer import MultiHeadAttention
 from multihead.positions import NTKScaling
 
@@ -211,7 +212,7 @@ def dense_mask(cache: mh.Cache, real: list[int], new: int) -> Tensor:
 @pytest.mark.parametrize("way", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("kind", CACHES.values(), ids=CACHES)
 def test_every_cache_mask_and_rotation(kind: dict, way: Way, rope: Any, dtype: torch.dtype, request: Any) -> None:
-    if dtype == torch.float32 or (dtype == torch.bfloat16 and kernel.in_pairs()):
+    if eligible.slower_in(dtype) is None:
         request.getfixturevalue("one_call")
     norm = len(request.node.name) % 2 == 0  # every other case
     layer = a_layer(dtype=dtype, rope=rope or False, qk_norm=norm, softcap=5.0 if norm else None, sinks=not norm)

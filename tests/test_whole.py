@@ -329,3 +329,64 @@ def test_the_error_is_the_same_as_with_many_tokens() -> None:
         layer()(torch.randn(5, 23))
     with torch.no_grad(), pytest.raises(ValueError, match="broadcasts"):
         layer()(torch.randn(5, 24), mask=torch.ones(4, 4, dtype=torch.bool))
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("faster", [True, False])
+def test_half_precision_goes_there_where_it_is_faster(
+    dtype: torch.dtype, faster: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "in_pairs", lambda: faster)
+    monkeypatch.setattr(kernel, "widens_float16", lambda: faster)
+    with torch.no_grad():
+        assert layer().to(dtype)(torch.randn(5, 24, dtype=dtype)).dtype is dtype
+    assert bool(calls) is faster
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"kv_heads": 2, "rope": True, "qk_norm": True, "sinks": True, "softcap": 3.0}]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "everything"])
+@pytest.mark.parametrize("N", [1, 4, 11, 40])
+def test_float32_on_weights_of_half_precision(
+    N: int, options: dict[str, Any], dtype: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exact as float32 is on the same weights, with any number of rows: torch has no such product."""
+    monkeypatch.setattr(eligible, "MANY", False)
+    made, x = layer(**options).to(dtype), torch.randn(2, N, 24)
+    wide = copy.deepcopy(made).float()
+    with torch.no_grad():
+        y, exact = made(x, mask=mh.Causal()), copy.deepcopy(made).double()(x.double(), mask=mh.Causal())
+        with mh.backend("reference"):
+            plain = wide(x, mask=mh.Causal())
+        assert (y.dtype, len(calls)) == (torch.float32, 1)
+        bound = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+        assert (y - exact).abs().max() <= bound
+
+        cache, same = made.new_cache(batch=2), wide.new_cache(batch=2, dtype=dtype)
+        assert cache.nbytes == same.nbytes
+        for token in x.split(1, dim=1):  # keys and values are rounded as they are kept, in both
+            found, wanted = (of(token, mask=mh.Causal(), cache=c) for of, c in ((made, cache), (wide, same)))
+            torch.testing.assert_close(
+                found, wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * float(exact.abs().max())
+            )
+
+
+def test_float32_on_weights_of_half_precision_is_refused_where_torch_would_multiply() -> None:
+    made, x = layer().bfloat16(), torch.randn(3, 24)
+    with pytest.raises(ValueError, match="only in inference on the CPU, where the layer is one native call"):
+        made(x)  # its weights want gradients
+    with torch.no_grad():
+        assert made(x).dtype is torch.float32
+        with pytest.raises(ValueError, match="only in inference"):
+            mh.trace(made, x)
+        with pytest.raises(ValueError, match="only in inference"), mh.backend("reference"):
+            made(x)
+        with pytest.raises(ValueError, match=r"weights are torch\.bfloat16 on cpu$"):
+            made(x.double())
+        with pytest.raises(ValueError, match=r"weights are torch\.float32 on cpu$"):
+            layer()(x.bfloat16())

@@ -42,7 +42,7 @@ constexpr Kernels make_kernels() {
   k.received = Received<A>::run;
   if constexpr (sizeof(typename A::T) == 4) k.prepare_heads = PrepareHeads<A>::run;
   if constexpr (sizeof(typename A::T) == 4) k.gate_rows = GateRows<A>::run;
-  k.linear_few_scratch = LinearFew<OwnReader<A>>::scratch_bytes;
+  k.linear_few_scratch = LinearWidened<A>::scratch_bytes;
   k.linear_few = linear_few<A>;
   k.linear_block_scratch = LinearBlock<OwnFactors<A>>::scratch_bytes;
   k.linear_block = LinearBlock<OwnFactors<A>>::run;

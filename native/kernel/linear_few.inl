@@ -69,12 +69,11 @@ void linear_rows(const Linear& linear, const PackedRows<Reader>& packed, index f
   using T = typename A::T;
   using Number = typename Reader::Number;
   constexpr int N = outputs_together<A, R>;
-  constexpr bool own = sizeof(Number) == sizeof(T);
   const auto* weight = static_cast<const Number*>(linear.weight);
   const auto* bias = static_cast<const Number*>(linear.bias);
   const auto* x = packed.data + row * packed.step;
   const index rows = linear.rows - row < R ? linear.rows - row : R;
-  const index size = own ? sizeof(T) : bytes(linear.x_type);
+  const index size = bytes(linear.x_type);
   char* y = static_cast<char*>(linear.y) + row * linear.y_row * size;
   // The next rows are prefetched in the order they lie in memory, where one lies behind the other.
   const bool dense = linear.weight_row == linear.inputs;
@@ -89,7 +88,7 @@ void linear_rows(const Linear& linear, const PackedRows<Reader>& packed, index f
     if (bias)
       for (int i = 0; i < count; ++i)
         for (int r = 0; r < R; ++r) sums[r * N + i] += Reader::number(bias[o + i]);
-    if (own || stored_as<T>(linear.x_type)) {
+    if (sizeof(T) == 8 || stored_as<T>(linear.x_type)) {
       put<R, N>(sums, rows, count, y + o * size, linear.y_row * size);
     } else {
       Half halves[R * N];
@@ -132,10 +131,45 @@ class LinearFew {
   }
 };
 
+// Half-precision weights that meet several groups of rows: a run of them is widened once for all.
+template <class A>
+class LinearWidened {
+ public:
+  using T = typename A::T;
+  using Rows = PackedRows<OwnReader<A>>;
+  static constexpr index run_length = 4 * outputs_together<A, 4>;
+
+  static bool suits(const Linear& linear) { return !stored_as<T>(linear.type) && linear.rows > 4; }
+
+  static index scratch_bytes(const Linear& linear) {
+    const index widened = run_length * (Rows::step_of(linear.inputs) + 1) * static_cast<index>(sizeof(T));
+    return Rows::bytes(linear) + (suits(linear) ? widened : 0);
+  }
+
+  static void run(const Linear& linear, index row, index first, index last, bool packed, void* scratch) {
+    const index step = Rows::step_of(linear.inputs), size = bytes(linear.type);
+    T* weight = reinterpret_cast<T*>(static_cast<char*>(scratch) + Rows::bytes(linear));
+    T* bias = weight + run_length * step;
+    const auto* from = static_cast<const char*>(linear.weight);
+    Linear some = linear;
+    some.weight = weight, some.weight_row = step, some.type = sizeof(T) == 8 ? Type::f64 : Type::f32;
+    some.bias = linear.bias ? bias : nullptr;
+    for (index o = first; o < last; o += run_length, packed = true) {
+      some.outputs = last - o < run_length ? last - o : run_length;
+      for (index i = 0; i < some.outputs; ++i)
+        widen<A>(from + (o + i) * linear.weight_row * size, linear.type, linear.inputs, weight + i * step);
+      if (linear.bias) widen<A>(static_cast<const char*>(linear.bias) + o * size, linear.type, some.outputs, bias);
+      some.y = static_cast<char*>(linear.y) + o * bytes(linear.x_type);
+      LinearFew<OwnReader<A>>::run(some, row, 0, some.outputs, packed, scratch);
+    }
+  }
+};
+
 // By the type of the weights.
 template <class A>
 void linear_few(const Linear& linear, index row, index first, index last, bool packed, void* scratch) {
   if constexpr (sizeof(typename A::T) == 4) {
+    if (LinearWidened<A>::suits(linear)) return LinearWidened<A>::run(linear, row, first, last, packed, scratch);
     if (linear.type == Type::bf16)
       return LinearFew<HalfReader<A, Type::bf16>>::run(linear, row, first, last, packed, scratch);
     if (linear.type == Type::f16)

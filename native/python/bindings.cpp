@@ -83,6 +83,7 @@ NB_MODULE(_native, module) {
           "B, H, Q, K")
       .def_prop_ro("kv_heads", [](const LayerCall& call) { return call.layer.plan.sizes.G; })
       .def_prop_ro("outputs", [](const LayerCall& call) { return call.layer.outputs; })
+      .def_prop_ro("widens", [](const LayerCall& call) { return call.layer.weights != call.layer.plan.type; })
       .def(
           "rotate",
           [](LayerCall& call, nb::handle cos, nb::handle sin, nb::handle positions, bool counted, bool interleaved,
@@ -118,6 +119,7 @@ NB_MODULE(_native, module) {
   nb::class_<LinearCall>(module, "Linear", "A product with the weights of an nn.Linear, read and kept alive.")
       .def_prop_ro("rows", [](const LinearCall& call) { return call.linear.rows; })
       .def_prop_ro("outputs", [](const LinearCall& call) { return call.linear.outputs; })
+      .def_prop_ro("widens", [](const LinearCall& call) { return call.linear.type != call.linear.x_type; })
       .def("run", run_product, nb::arg("y"), nb::arg("threads"), nb::arg("isa") = "");
 
   module.def("attention", read_attention, nb::arg("call"), nb::arg("gradients") = false,

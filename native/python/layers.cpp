@@ -42,14 +42,27 @@ bool tensors_of(Reader& reader, nb::handle part, const char* name, PyObject*& we
   return true;
 }
 
-bool product(Reader& reader, nb::handle part, const char* name, index inputs, Number number, Projection& to,
+// The weights of a layer are all of one dtype: that of x, or where x is float32 a smaller one. The first says which.
+struct Dtypes {
+  Number x;
+  Number weights = Number::f64;  // until it is known
+
+  bool fit(Number number) {
+    if (weights == Number::f64 && multiplied(number) && (number == x || x == Number::f32)) weights = number;
+    return number == weights;
+  }
+};
+
+bool product(Reader& reader, nb::handle part, const char* name, index inputs, Dtypes& dtypes, Projection& to,
              index& outputs) {
   PyObject *weight = nullptr, *bias = nullptr;
   Tensor matrix;
   if (!tensors_of(reader, part, name, weight, bias)) return false;
   if (!projection(reader, weight, bias, inputs, to, matrix)) return false;
   outputs = matrix.shape[0];
-  return matrix.number == number || reader.refuse(std::string(name) + " is not of the dtype of x");
+  if (matrix.number != Number::f64 && dtypes.fit(matrix.number)) return true;
+  const bool narrower = dtypes.weights != Number::f64 && dtypes.weights != dtypes.x;
+  return reader.refuse(std::string(name) + " is not of the dtype of " + (narrower ? "q_proj" : "x"));
 }
 
 bool norm(Reader& reader, nb::handle part, const char* name, index D, Norm& to) {
@@ -94,14 +107,15 @@ bool whole(Reader& reader, const Parts& parts, nb::handle x, nb::handle context,
   if (batched && from_context.shape[0] != B) return reader.refuse("x and context differ in B");
   if (from_context.number != from_x.number) return reader.refuse("x and context differ in dtype");
   if (D < 1 || V < 1) return reader.refuse("D or V is not above 0");
-  const Number number = from_x.number;
-  const Type type = static_cast<Type>(number);
+  Dtypes dtypes{from_x.number};
+  const Type type = static_cast<Type>(from_x.number);
   to.x = from_x.data, to.context = from_context.data;
   to.x_batch = batched ? from_x.strides[0] : 0, to.x_row = from_x.strides[row];
   to.context_batch = batched ? from_context.strides[0] : 0, to.context_row = from_context.strides[row];
   to.E = from_x.shape[row + 1], to.C = from_context.shape[row + 1], to.N = from_context.shape[row];
   index q, k = D, v = V, H, G;  // what the projections put out, and for how many heads
-  if (!product(reader, parts.q, "q_proj", to.E, number, to.q, q)) return false;
+  if (!product(reader, parts.q, "q_proj", to.E, dtypes, to.q, q)) return false;
+  to.weights = static_cast<Type>(dtypes.weights);
   if (parts.recalls) {
     H = q / D, G = 1, to.N = 0;
   } else if (parts.k.is_none() && parts.v.is_none()) {
@@ -113,16 +127,16 @@ bool whole(Reader& reader, const Parts& parts, nb::handle x, nb::handle context,
     if (q != H * D + G * (D + V)) return reader.refuse("the rows of q, k and v in one weight do not fit its heads");
     if (to.context != to.x || to.C != to.E) return reader.refuse("q, k and v in one weight are all of x");
     q = H * D, k = G * D, v = G * V;
-    to.k = from_row(to.q, type, q), to.v = from_row(to.q, type, q + k);
+    to.k = from_row(to.q, to.weights, q), to.v = from_row(to.q, to.weights, q + k);
   } else {
-    if (!product(reader, parts.k, "k_proj", to.C, number, to.k, k) ||
-        !product(reader, parts.v, "v_proj", to.C, number, to.v, v))
+    if (!product(reader, parts.k, "k_proj", to.C, dtypes, to.k, k) ||
+        !product(reader, parts.v, "v_proj", to.C, dtypes, to.v, v))
       return false;
     H = q / D, G = k / D;
   }
   if (H < 1 || G < 1 || H * D != q || G * D != k || H % G || v != G * V)
     return reader.refuse("the projections' widths do not fit each other");
-  if (!product(reader, parts.o, "o_proj", H * V, number, to.o, to.outputs)) return false;
+  if (!product(reader, parts.o, "o_proj", H * V, dtypes, to.o, to.outputs)) return false;
   if (!norm(reader, parts.q_norm, "q_norm", D, to.q_norm) || !norm(reader, parts.k_norm, "k_norm", D, to.k_norm))
     return false;
   Plan& plan = to.plan;

@@ -145,14 +145,14 @@ struct Rows {
 };
 
 // y (B, N, outputs), contiguous.
-Linear linear_of(const Rows& x, const Projection& p, index outputs, void* y) {
+Linear linear_of(const Rows& x, const Projection& p, Type weights, index outputs, void* y) {
   return {x.data,  x.batch, x.row,         x.N, x.count(), p.weight, p.row,  p.bias, x.width,
-          outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, x.type};
+          outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, weights};
 }
 
 // y in heads, where `view` says: side by side, or of many rows anywhere.
-Linear heads_at(const Rows& x, const Projection& p, index heads, index width, const View& view) {
-  Linear linear = linear_of(x, p, heads * width, view.data);
+Linear heads_at(const Rows& x, const Projection& p, Type weights, index heads, index width, const View& view) {
+  Linear linear = linear_of(x, p, weights, heads * width, view.data);
   if (view.head != width || view.row != heads * width)
     linear.y_batch = view.batch, linear.y_head = view.head, linear.y_row = view.row, linear.y_width = width;
   return linear;
@@ -224,7 +224,7 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   const Sizes& s = plan.sizes;
   const Type type = plan.type;
   const Store& store = layer.store;
-  const Kernels& kernels = kernels_of(isa, type, type);
+  const Kernels& kernels = kernels_of(isa, type, layer.weights);
   const bool self = layer.N > 0 && layer.context == layer.x && layer.context_batch == layer.x_batch &&
                     layer.context_row == layer.x_row && layer.N == s.Q && layer.C == layer.E;
   const Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E, type};
@@ -244,8 +244,9 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   plan.v = view_of(source, s.G, s.V, room.take(v_size * size));
   if (straight) plan.k = from_row(store.k, type, store.first), plan.v = from_row(store.v, type, store.first);
   const Rows merged{room.take(merged_size * size), s.Q * s.H * s.V, s.H * s.V, s.B, s.Q, s.H * s.V, type};
-  const Linear to_q = heads_at(x, layer.q, s.H, s.D, plan.q), to_k = heads_at(source, layer.k, s.G, s.D, plan.k),
-               to_v = heads_at(source, layer.v, s.G, s.V, plan.v);
+  const Linear to_q = heads_at(x, layer.q, layer.weights, s.H, s.D, plan.q),
+               to_k = heads_at(source, layer.k, layer.weights, s.G, s.D, plan.k),
+               to_v = heads_at(source, layer.v, layer.weights, s.G, s.V, plan.v);
   const auto products = [&](std::initializer_list<Linear> linears) { return products_of(linears, kernels, threads); };
   if (self)
     run_all(kernels, {products({to_q, to_k, to_v})}, threads);
@@ -279,7 +280,7 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
     plan.kv_type = type;
   plan.out = {const_cast<void*>(merged.data), merged.batch, s.V, merged.row};
   attend(plan, isa, threads);
-  run_all(kernels, {products({linear_of(merged, layer.o, layer.outputs, layer.y)})}, threads);
+  run_all(kernels, {products({linear_of(merged, layer.o, layer.weights, layer.outputs, layer.y)})}, threads);
 }
 
 }  // namespace multihead

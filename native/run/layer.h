@@ -23,14 +23,16 @@ struct Store {
 
 // x (B, Q, E) and context (B, N, C), rows contiguous, `*_batch` and `*_row` numbers apart; y (B, Q, outputs)
 // contiguous. `plan` says sizes, mask and options; its q, k, v and out are filled in here. Its K is N, or where there
-// is a store what is visible of that, and its kv_type is the store's; N is 0 where the store has all keys already. All
-// else is of the plan's type, which is not float64.
+// is a store what is visible of that, and its kv_type is the store's; N is 0 where the store has all keys already. The
+// projections are of the type `weights`, all else is of the plan's; where they differ the plan's is float32, and
+// neither is float64.
 struct Layer {
   Plan plan;
   index E = 0, C = 0, outputs = 0, N = 0;
   const void *x = nullptr, *context = nullptr;
   index x_batch = 0, x_row = 0, context_batch = 0, context_row = 0;
   Projection q, k, v, o;
+  Type weights = Type::f32;
   Norm q_norm, k_norm;
   Rotation q_rotation, k_rotation;
   Store store;

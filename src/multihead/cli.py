@@ -390,7 +390,8 @@ def info() -> None:
     if kernel.module is not None:
         table.add_row("threads", kernel.threads())
         if not wrong:
-            table.add_row("bf16", kernel.bfloat16())
+            table.add_row("bf16", kernel.arithmetic("bfloat16"))
+            table.add_row("fp16", kernel.arithmetic("float16"))
         table.add_row("whole layer", reach())
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     table.add_row("accelerator", str(accelerator) if accelerator is not None else "none")

@@ -10,6 +10,9 @@ import pytest
 import torch
 from oracle import ISAS, Problem, random
 from test_kernel_forward import CASES, Case
+from test_kernel_layer import ROWS, TYPES, product_of
+
+from multihead import _native
 
 libc = ctypes.CDLL(None, use_errno=True)
 PAGE = mmap.PAGESIZE
@@ -95,3 +98,16 @@ def test_the_guard_guards() -> None:
     memory = Guarded()
     tensor = memory.copy(torch.arange(5.0))
     assert (tensor.data_ptr() + 20) % PAGE == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("types", [(torch.float32, torch.float32), *TYPES], ids=str)
+@pytest.mark.parametrize("case", ROWS, ids=lambda c: c[-1])
+def test_a_product_touches_nothing_beyond_a_tensor(case: tuple, types: tuple, isa: str) -> None:
+    memory = Guarded()
+    x, weight, bias, wanted = product_of(case, types)
+    y = torch.empty(wanted.exact.shape, dtype=types[0])
+    guarded = [memory.copy(t) for t in (x, weight, bias, y)]
+    _native.linear(x, weight, bias).run(y, 1, isa)
+    _native.linear(*guarded[:3]).run(guarded[3], 1, isa)
+    assert torch.equal(guarded[3], y)

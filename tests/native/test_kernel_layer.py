@@ -92,10 +92,12 @@ def test_error_is_at_most_twice_plain(case, isa):
 
 
 HALVES = [torch.bfloat16, torch.float16]
+TYPES = [(t, t) for t in HALVES] + [(torch.float32, t) for t in HALVES]  # of rows, and of weights
 ROWS = [  # rows inputs outputs  why
     (1, 64, 48, "one token"),
     (4, 1024, 96, "four tokens"),
     (7, 37, 29, "odd sizes; rows that do not fill a group"),
+    (16, 260, 41, "as many as few may be: weights in several runs, the last one short"),
     (61, 130, 77, "many rows, more than a strip"),
     (50, 33, 20, "many rows of odd width: pairs would reach beyond a row"),
     (19, 1100, 70, "several stretches of inputs"),
@@ -115,7 +117,7 @@ def product_of(case: tuple, types: tuple) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("types", [(t, t) for t in HALVES] + [(torch.float32, t) for t in HALVES], ids=str)
+@pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("case", ROWS, ids=lambda c: c[-1])
 def test_products_in_half_precision(case, types, isa):
     """Rows and outputs of one type, weights of the same or of fewer bits; the same bits on any number of threads."""
@@ -127,16 +129,22 @@ def test_products_in_half_precision(case, types, isa):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 4, 57])
-def test_the_whole_layer_in_half_precision(tokens, dtype):
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 6, 57])
+def test_the_whole_layer_in_half_precision(tokens, types, isa):
+    """The weights too, or the weights only: then against float32, given the weights as they are."""
+    dtype, weights = types
     torch.manual_seed(0)
     E, D = 64, 16
-    children = {n: torch.nn.Linear(E, E).to(dtype) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    x, y = torch.randn(2, tokens, E).to(dtype), torch.empty(2, tokens, E, dtype=dtype)
+    children = {n: torch.nn.Linear(E, E).to(weights) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    x, results = torch.randn(2, tokens, E).to(dtype), torch.full((2, 2, tokens, E), torch.nan, dtype=dtype)
     sizes = SimpleNamespace(E=E, C=E, D=D, V=D)
     module = SimpleNamespace(_modules=children, sizes=sizes, scale=None, softcap=None, sinks=None)
-    _native.layer(module, x, None).run(y, 2)
+    for threads, y in enumerate(results, 1):
+        call = _native.layer(module, x, None)
+        assert call.widens is (dtype != weights)
+        call.run(y, threads, isa)
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
         q, k, v = (torch.nn.functional.linear(x.to(dtype), p.weight.to(dtype), p.bias.to(dtype))
@@ -149,4 +157,17 @@ def test_the_whole_layer_in_half_precision(tokens, dtype):
 
     with torch.no_grad():
         exact = plain(torch.float64)
-        assert error(y, exact) <= 2 * error(plain(dtype), exact) + rounding(exact, dtype)
+        assert error(results[0], exact) <= 2 * error(plain(dtype), exact) + rounding(exact, dtype)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("wrong", ["k_proj", "v_proj", "o_proj"])
+def test_the_weights_are_of_one_dtype(wrong):
+    children = {n: torch.nn.Linear(8, 8).bfloat16() for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    module = SimpleNamespace(_modules=children, sizes=SimpleNamespace(E=8, C=8, D=4, V=4))
+    children[wrong].half()
+    reason, _ = _native.layer(module, torch.randn(3, 8), None)
+    assert reason == f"{wrong} is not of the dtype of q_proj"
+    children[wrong].bfloat16()
+    reason, _ = _native.layer(module, torch.randn(3, 8).half(), None)
+    assert reason == "q_proj is not of the dtype of x"

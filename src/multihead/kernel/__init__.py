@@ -51,9 +51,12 @@ def in_pairs() -> bool:
     return instruction_set().endswith("_bf16")
 
 
-def bfloat16() -> str:
-    """How the kernel multiplies bfloat16 numbers here, in words."""
-    return arithmetic("bfloat16")
+def widens_float16() -> bool:
+    """Whether an instruction widens float16, and the CPU multiplies none: then torch has nothing faster."""
+    return instruction_set() not in ("none", "portable") and not _MULTIPLIES_FLOAT16
+
+
+_MULTIPLIES_FLOAT16 = any(cpu_features().get(name, False) for name in ("avx512_fp16", "asimdhp"))
 
 
 def arithmetic(dtype: str) -> str:

@@ -116,8 +116,13 @@ def scores(region: "Region") -> Reason | None:
 
 
 def slower_in(dtype: torch.dtype) -> Reason | None:
-    """float32 is faster here than in torch on every CPU; bfloat16 where the CPU multiplies pairs of it."""
+    """float32 is faster here than in torch on every CPU, half precision on some.
+
+    bfloat16 is where the CPU multiplies pairs of it; float16 where the CPU can only widen it, which torch does badly.
+    """
     if dtype is torch.float32 or (dtype is torch.bfloat16 and kernel.in_pairs()):
+        return None
+    if dtype is torch.float16 and kernel.widens_float16():
         return None
     return Reason(f"torch's product is as fast in {dtype} on this CPU", True)
 
@@ -160,6 +165,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> "_native.Linear | 
 def _product(read: "_native.Linear | tuple[str, bool]", x: Tensor) -> "_native.Linear | Reason":
     if isinstance(read, tuple):
         return Reason(*read)
+    if read.widens:  # torch has no such product
+        return read
     if not MANY and read.rows > ROWS:
         return _MANY_ROWS
     return slower_in(x.dtype) or read
@@ -196,6 +203,8 @@ def parts(of: "Parts", x: Tensor, context: Tensor | None = None) -> "_native.Lay
 def _whole(read: "_native.Layer | tuple[str, bool]", x: Tensor) -> "_native.Layer | Reason":
     if isinstance(read, tuple):
         return Reason(*read)
+    if read.widens:
+        return read
     B, _, Q, K = read.sizes
     if not MANY and B * max(Q, K) > ROWS:
         return _MANY_ROWS

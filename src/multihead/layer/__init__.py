@@ -58,7 +58,8 @@ class MultiHeadAttention(nn.Module):
         dropout: the probability with which a weight is dropped in training.
         scale: factor of the scores; 1/√D unless given.
         device: where the parameters are made.
-        dtype: what the parameters are made of.
+        dtype: what the parameters are made of. In inference on the CPU a layer of bfloat16 or float16 also takes x of
+            float32, and gives float32: half the memory, and the weights are the only thing that is rounded.
 
     >>> layer = mh.MultiHeadAttention(1024, heads=8)
     >>> layer

@@ -52,7 +52,10 @@ def check_input(name: str, x: Tensor, width: int, projection: nn.Module) -> None
     if type(projection) is nn.Linear and not brings_its_weights(projection) and not under_autocast(x.device):
         weight = projection.weight
         if (x.dtype, x.device) != (weight.dtype, weight.device):
-            raise ValueError(f"{name} is {describe(x)}, but the layer's weights are {weight.dtype} on {weight.device}")
+            said = f"{name} is {describe(x)}, but the layer's weights are {weight.dtype} on {weight.device}"
+            if x.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16):
+                said += ": float32 goes with them only in inference on the CPU, where the layer is one native call"
+            raise ValueError(said)
 
 
 def brings_its_weights(projection: nn.Module) -> bool:
