@@ -91,10 +91,14 @@ def _read(region: "Region") -> "_native.Attention":
 
 def _attend(region: "Region", **into: Any) -> None:
     """The forward kernel without values."""
+    if 0 in region.shape[:3]:  # a part without rows: nothing to fill in
+        return
     _read(region).attend(torch.get_num_threads(), **into)
 
 
 def _look(region: "Region", state: Tensor, **into: Any) -> None:
+    if 0 in region.shape[:3]:
+        return
     _read(region).look(torch.get_num_threads(), given=state.contiguous(), **into)
 
 
