@@ -77,7 +77,7 @@ driver: $(TABLE)
 
 # The same table on several threads, with every access to memory compared with those of other threads. It needs a compiler
 # whose OpenMP tells ThreadSanitizer of its barriers, as clang's does by libarcher: GCC's does not, and each would be a
-# false finding. Debian: apt-get install clang-19 libomp-19-dev
+# false finding. Debian: apt-get install clang-19 libclang-rt-19-dev libomp-19-dev
 RACES_CXX ?= clang++-19
 ifneq ($(shell command -v $(RACES_CXX)),)
 races: $(TABLE)
@@ -87,7 +87,7 @@ races: $(TABLE)
 	  TSAN_OPTIONS=halt_on_error=0:ignore_noninstrumented_modules=1 build/races/driver $(TABLE)
 else
 races:
-	@echo "races were not looked for: that needs $(RACES_CXX) and its libomp (Debian: clang-19 and libomp-19-dev)"
+	@echo "races were not looked for: that needs $(RACES_CXX) and its libomp (Debian: clang-19, libclang-rt-19-dev and libomp-19-dev)"
 endif
 
 # Likewise for ARM, in an emulator. Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static

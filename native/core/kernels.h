@@ -55,7 +55,7 @@ struct Heads {
   index first = 0;
   const std::int64_t* firsts = nullptr;  // (B,), added to `first`; or null
   const std::int64_t* real = nullptr;    // (B,): tokens of batch row b from here on are left out; or null
-  View scales;  // (B, heads, rows) floats, where `to` is of i8: a row is its numbers times its scale
+  View scales{};  // (B, heads, rows) floats, where `to` is of i8: a row is its numbers times its scale
 };
 
 // act(gate) * up, row by row; `to` may be `gate`.
