@@ -29,7 +29,7 @@ __all__ = ["MultiheadAttention", "Report", "replace"]
 
 
 class ShapeError(ValueError, AssertionError):
-    """A shape that does not fit: a ValueError, as everywhere in this package, and an AssertionError, as torch raises."""
+    """A shape that does not fit: a ValueError, as everywhere in this package, and an AssertionError, as in torch."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -173,7 +173,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, t, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             axes = f"{row}{'kdim' if name == 'key' else 'vdim'})" if t is not query else batch
             if t.dim() != query.dim():
-                found = f"expected `key` and `value` to be {query.dim()}-D but found {key.dim()}-D and {value.dim()}-D tensors"
+                axes_found = f"{key.dim()}-D and {value.dim()}-D"
+                found = f"expected `key` and `value` to be {query.dim()}-D but found {axes_found} tensors"
                 raise ShapeError(
                     f"{found} respectively: {name} has shape {tuple(t.shape)}, and query's asks for {axes}"
                 )

@@ -195,6 +195,22 @@ def test_why_w_o(explorer: Explorer, traced: Any, lm: Any) -> None:
     torch.testing.assert_close(explorer.tensor("output"), traced[0]["output"], rtol=1e-5, atol=1e-6)
 
 
+def test_the_strip_shows_a_hue_for_each_head_until_w_o_mixes_them(explorer: Explorer) -> None:
+    explorer.open("model=lm&step=7")
+
+    def pictures(colour: str) -> list[str]:
+        explorer.js(f"() => multihead.app.store.set({{ colour: '{colour}' }})")
+        explorer.settle()
+        return explorer.js("() => [...document.querySelectorAll('.strip canvas')].map((c) => c.toDataURL())")
+
+    by_head, by_value = pictures("heads"), pictures("values")
+    assert by_head[5] != by_value[5]
+    assert by_head[6] == by_value[6], "output is painted in the hues of heads, though W_o has mixed them"
+    explorer.page.get_by_label("Multiply by W_o").uncheck()
+    explorer.settle()
+    assert pictures("heads")[6] != pictures("values")[6]
+
+
 def test_the_running_example_is_a_choice(explorer: Explorer) -> None:
     explorer.open()
     explorer.page.get_by_role("combobox", name="Model").select_option(label="Running example")

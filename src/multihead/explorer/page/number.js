@@ -46,11 +46,10 @@ export function createNumber(app) {
   let tallest = 0;
   /** As tall as it has been at this width: what stands below must not jump while one points here and there. */
   function holdPlace() {
-    if (node.clientWidth !== width) tallest = 0;
+    if (node.clientWidth !== width) [tallest, node.style.minHeight] = [0, ""];
     width = node.clientWidth;
-    node.style.minHeight = "";
-    tallest = Math.max(tallest, Math.min(node.offsetHeight, 900));
-    node.style.minHeight = `${tallest}px`;
+    const high = Math.min(node.offsetHeight, 900);
+    if (high > tallest) [tallest, node.style.minHeight] = [high, `${high}px`];
   }
 
   function show() {

@@ -35,7 +35,8 @@ export function createStrip(app) {
 
   /** The pictures of a tensor's slabs: one for two axes, one for each of the first axis for three. @param {string} name @param {any} t @param {number} step */
   function slabs(name, t, step) {
-    const ink = app.ink(name, step >= 5 || step === 2 || step === 4 ? "heads" : null);
+    const mixed = step === 7 && app.session.scene.get().mixing; // W_o has mixed the heads: no number is of one of them
+    const ink = app.ink(name, !mixed && (step >= 5 || step === 2 || step === 4) ? "heads" : null);
     const key = `${app.theme()} ${Boolean(ink.headOf)} ${ink.scale.high}`;
     const known = made.get(t)?.get(key);
     if (known) return known;
