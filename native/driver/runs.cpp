@@ -190,7 +190,7 @@ Results run_layer_of(const Case& the, const Isa& isa, int threads) {
   s.B = x.shape[0], s.Q = x.shape[1], s.K = context.shape[1];
   s.D = static_cast<index>(the.number("D", 0)), s.V = static_cast<index>(the.number("V", 0));
   s.H = the.needed("w_q").shape[0] / s.D, s.G = the.needed("w_k").shape[0] / s.D;
-  layer.plan.type = layer.plan.kv_type = x.number();
+  layer.plan.type = layer.plan.kv_type = layer.weights = x.number();
   see(the, layer.plan);
   layer.E = layer.outputs = x.shape[2], layer.C = context.shape[2], layer.N = s.K;
   layer.x = x.memory.data(), layer.x_row = layer.E, layer.x_batch = s.Q * layer.E;
