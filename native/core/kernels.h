@@ -18,6 +18,7 @@ struct Linear {
   index y_batch, y_head, y_row, y_width;
   Type x_type = Type::f32;  // of x and y
   Type type = Type::f32;    // of weight and bias
+  index weight_column = 1;  // numbers from one input's weight to the next; other than 1 only where weight_row is 1
 };
 
 // RoPE by the cosines and sines of its angles: rows of `pairs` floats, for each token of (B, N) or by its position.

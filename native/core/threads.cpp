@@ -68,8 +68,8 @@ std::int64_t now() {  // in nanoseconds
       .count();
 }
 
-// Processor time of this thread, in nanoseconds: none passes while it has no core.
-std::int64_t worked() {
+// Processor time of this thread, in nanoseconds: none passes while it has no core. Without OpenMP nobody asks.
+[[maybe_unused]] std::int64_t worked() {
   timespec t;
   return clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) ? 0 : t.tv_sec * std::int64_t(1000000000) + t.tv_nsec;
 }

@@ -55,7 +55,9 @@ struct Bf16Pairs {
   // As a reader of rows (see kernel/readers.inl): pairs along the width of a row, and values of two keys.
   using Number = Half;
   using Kept = Half;
+  using Column = Vector;
   static constexpr int step = 2 * A::W, together = 2;
+  static constexpr bool in_twos = true;
 
   static Vector load(const Number* p) { return (Vector)_mm512_loadu_si512(p); }
   static Vector load_some(const Number* p, int n) { return (Vector)_mm512_maskz_loadu_epi16((1u << n) - 1u, p); }
@@ -64,6 +66,12 @@ struct Bf16Pairs {
     const __mmask16 some = static_cast<__mmask16>((1u << n) - 1u);
     const __m512i low = widened(some, p), high = two ? widened(some, p + stride) : _mm512_setzero_si512();
     return (Vector)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  }
+  // Of twice as many columns: whole vectors, and a permutation for each instead of four instructions.
+  static void values_of_two(const Number* p, index stride, bool two, Vector& left, Vector& right) {
+    const __m512i low = _mm512_loadu_si512(p), high = two ? _mm512_loadu_si512(p + stride) : _mm512_setzero_si512();
+    left = (Vector)_mm512_permutex2var_epi16(low, columns_to_pairs(0), high);
+    right = (Vector)_mm512_permutex2var_epi16(low, columns_to_pairs(16), high);
   }
   static Vector cleaned(Vector x) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
@@ -86,6 +94,11 @@ struct Bf16Pairs {
  private:
   static __m512i widened(__mmask16 some, const Half* p) {
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p));
+  }
+  static __m512i columns_to_pairs(Half first) {  // of two vectors, the second's numbers from 32 on
+    alignas(64) static constexpr Half order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    return _mm512_add_epi16(_mm512_load_si512(order), _mm512_set1_epi16(static_cast<short>(first)));
   }
   static __m512i halves_to_pairs() {
     alignas(64) static constexpr Half order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

@@ -122,8 +122,8 @@ struct Lanes {
     if constexpr (S < W) {
 #pragma GCC unroll 16
       for (int i = 0; i < W / S; i += 2)
-        r[i / 2] = __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J - S : J)...) +
-                   __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J : J + S)...);
+        r[i / 2] = __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J : J)...) +  // every lane stays: a blend
+                   __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J - S : J + S)...);
       return folded<2 * S>(r, lanes);
     } else {
       return r[0];

@@ -55,7 +55,9 @@ struct NeonPairs {
   // As a reader of rows (see kernel/readers.inl): pairs along the width of a row, and values of two keys.
   using Number = Half;
   using Kept = Half;
+  using Column = Vector;
   static constexpr int step = 2 * A::W, together = 2;
+  static constexpr bool in_twos = false;
 
   static Vector load(const Number* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
   static Vector load_some(const Number* p, int n) {

@@ -87,6 +87,47 @@ void narrow(const typename A::T* from, Type type, index n, void* target) {
   if (n) std::memcpy(target, from, static_cast<std::size_t>(n) * sizeof(T));
 }
 
+template <class T>
+bool stored_as(Type type) {
+  return type == (sizeof(T) == 8 ? Type::f64 : Type::f32);
+}
+
+// Rows [o, o + count) of W as floats, `step` apart; where outputs lie side by side, turned a square of numbers at a
+// time, with the next outputs prefetched.
+template <class A>
+void weight_rows(const Linear& linear, index o, index count, typename A::T* to, index step) {
+  using T = typename A::T;
+  constexpr int W = A::W;
+  const index size = bytes(linear.type);
+  const auto* from = static_cast<const char*>(linear.weight) + o * linear.weight_row * size;
+  if (linear.weight_column == 1) {
+    for (index i = 0; i < count; ++i)
+      widen<A>(from + i * linear.weight_row * size, linear.type, linear.inputs, to + i * step);
+    return;
+  }
+  const auto read = [&](const char* at, int n) -> typename A::F {
+    if (n == W && stored_as<T>(linear.type)) return A::load(reinterpret_cast<const T*>(at));
+    if constexpr (sizeof(T) == 4) {
+      if (n == W && linear.type == Type::bf16) return A::from_bf16(reinterpret_cast<const std::uint16_t*>(at));
+      if (n == W && linear.type == Type::f16) return A::from_f16(reinterpret_cast<const std::uint16_t*>(at));
+    }
+    T row[W] = {};
+    widen<A>(at, linear.type, n, row);
+    return A::load(row);
+  };
+  for (index d = 0; d < linear.inputs; d += W)
+    for (index i = 0; i < count; i += W) {
+      const int across = static_cast<int>(count - i < W ? count - i : W);
+      const int down = static_cast<int>(linear.inputs - d < W ? linear.inputs - d : W);
+      const char* at = from + (d * linear.weight_column + i) * size;
+      typename A::F square[W] = {};
+      for (int r = 0; r < down; ++r, at += linear.weight_column * size)
+        square[r] = read(at, across), prefetch(at + count * size);
+      A::transpose(square);
+      for (int c = 0; c < across; ++c) A::store_some(to + (i + c) * step + d, square[c], down);
+    }
+}
+
 // The address of row `row` of head `head` in batch row `b`.
 inline char* row_of(const View& view, Type type, index b, index head, index row) {
   return static_cast<char*>(view.data) + (b * view.batch + head * view.head + row * view.row) * bytes(type);
@@ -96,11 +137,6 @@ inline char* row_of(const View& view, Type type, index b, index head, index row)
 inline const void* x_row(const Linear& linear, index i) {
   const index at = i / linear.batch_rows * linear.x_batch + i % linear.batch_rows * linear.x_row;
   return static_cast<const char*>(linear.x) + at * bytes(linear.x_type);
-}
-
-template <class T>
-bool stored_as(Type type) {
-  return type == (sizeof(T) == 8 ? Type::f64 : Type::f32);
 }
 
 }  // namespace

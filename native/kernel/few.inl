@@ -54,7 +54,8 @@ class Few {
   T *mixed, *scores;
   T unit;
 
-  static constexpr index line = tile_keys + W;  // numbers of a row of scores
+  static constexpr index line = tile_keys + W;                              // numbers of a row of scores
+  static constexpr bool splits = Reader::in_twos && Reader::together == 1;  // even and odd columns are mixed apart
 
   static index padded(index n) { return (n + Reader::step - 1) / Reader::step * Reader::step; }
 
@@ -88,6 +89,7 @@ class Few {
       else if (s.D)
         std::memcpy(lanes, from, sizeof(Kept) * static_cast<std::size_t>(s.D));
       for (index d = s.D; d < padded(s.D); ++d) lanes[d] = 0;
+      if constexpr (splits) Reader::arrange(lanes, padded(s.D));
     }
   }
 
@@ -139,7 +141,10 @@ class Few {
 
   const T* scales_of(const View& view, index key, T (&copy)[tile_keys + W], index keys) const {
     const auto* from = static_cast<const T*>(view.data) + task.b * view.batch + task.g * view.head + key * view.row;
-    for (index i = 0; i < keys; ++i) copy[i] = from[i * view.row];
+    if (view.row == 1)
+      std::memcpy(copy, from, sizeof(T) * static_cast<std::size_t>(keys));
+    else
+      for (index i = 0; i < keys; ++i) copy[i] = from[i * view.row];
     for (index i = keys; i < (keys + W - 1) / W * W; ++i) copy[i] = 0;
     return copy;
   }
@@ -160,8 +165,8 @@ class Few {
     bool finite = true;
     for (index i = 0; i < keys; ++i) finite &= scales[i] - scales[i] == 0;
     for (int r = 0; r < rows; ++r) {
-      for (index i = 0; i < keys; ++i)
-        if (!finite && !seen(row[r], key + i)) copy[i] = 0;
+      for (index i = 0; i < keys && !finite; ++i)
+        if (!seen(row[r], key + i)) copy[i] = 0;
       for (index i = 0; i < keys; i += W)
         A::store(scores + r * line + i, A::load(scores + r * line + i) * A::load(scales + i));
       if (!finite) scales_of(plan.v_scales, key, copy, keys);
@@ -249,11 +254,19 @@ class Few {
                                                          : sums >= 4 * R         ? 4
                                                          : sums >= 2 * R         ? 2
                                                                                  : 1;
-    const index V = plan.sizes.V;
-    index j = 0;
-    for (; j + at_once * W <= V; j += at_once * W) mix_columns<R, at_once, Clean>(page, j, W, decay);
-    for (; j + W <= V; j += W) mix_columns<R, 1, Clean>(page, j, W, decay);
-    if (j < V) mix_columns<R, 1, Clean>(page, j, static_cast<int>(V - j), decay);
+    static_assert(at_once > 1 || !Reader::in_twos, "see in_twos");
+    const index j = mix_most<R, at_once, Clean>(page, 0, decay);
+    if (j < plan.sizes.V) mix_columns<R, 1, Clean>(page, j, static_cast<int>(plan.sizes.V - j), decay);
+  }
+
+  // C vectors of columns at a time from j on while there are so many, then half of C, and so on: the first column left.
+  template <int R, int C, bool Clean>
+  inline __attribute__((always_inline)) index mix_most(const Page& page, index j, const T (&decay)[R]) {
+    for (; j + C * W <= plan.sizes.V; j += C * W) mix_columns<R, C, Clean>(page, j, W, decay);
+    if constexpr (C > 1)
+      return mix_most<R, C / 2, Clean>(page, j, decay);
+    else
+      return j;
   }
 
   template <int R, int C, bool Clean>
@@ -266,19 +279,24 @@ class Few {
       for (int c = 0; c < C; ++c) sum[r][c] = F{};
     const Number *at = page.v + j, *soon = page.next + j;
     for (index i = 0; i < page.keys; i += Reader::together, at += Reader::together * page.stride) {
-      typename Reader::Vector x[C];
+      typename Reader::Column x[C];
+      const bool two = i + 1 < page.keys;
 #pragma GCC unroll 2
       for (int t = 0; t < Reader::together; ++t, soon += page.next_row)
 #pragma GCC unroll 8
         for (index c = 0; c < C * W; c += near) prefetch(soon + c);
+      if constexpr (Reader::in_twos && C % 2 == 0) {
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c += 2) Reader::values_of_two(at + c * W, page.stride, two, x[c], x[c + 1]);
+      } else {
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        x[c] = Reader::values(at + c * W, page.stride, i + 1 < page.keys, C > 1 ? W : width);
-        if constexpr (Clean && Reader::together > 1) x[c] = Reader::cleaned(x[c]);
+        for (int c = 0; c < C; ++c) x[c] = Reader::values(at + c * W, page.stride, two, C > 1 ? W : width);
       }
+      if constexpr (Clean && Reader::together > 1)
+        for (int c = 0; c < C; ++c) x[c] = Reader::cleaned(x[c]);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const typename Reader::Vector weight = Reader::weight(page.weights + r * line + i);
+        const typename Reader::Column weight = Reader::weight(page.weights + r * line + i);
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sum[r][c] = Reader::multiply_add(weight, x[c], sum[r][c]);
       }
@@ -297,6 +315,7 @@ class Few {
   void mix_seen(const Row& at, int r, const Page& page, const T* own, index key, T decay) {
     constexpr bool rest = Reader::together > 1;
     T* to = mixed + r * padded(plan.sizes.V);
+    if constexpr (splits) Reader::put_in_order(to, in_twos());
     for (index j = 0; j < plan.sizes.V; ++j) {
       F sum = F{};
       for (index i = 0; i < page.keys; ++i) {
@@ -306,11 +325,16 @@ class Few {
       }
       to[j] = rest ? to[j] + sum[0] : A::fma(A::all(to[j]), A::all(decay), sum)[0];
     }
+    if constexpr (splits) Reader::arrange(to, in_twos());
   }
+
+  // How many columns are mixed in twos of vectors.
+  index in_twos() const { return plan.sizes.V / (2 * W) * (2 * W); }
 
   void finish(int r) {
     const index V = plan.sizes.V;
     T* sums = mixed + r * padded(V);
+    if constexpr (splits) Reader::put_in_order(sums, in_twos());
     if (task.partial) {
       T* partial = static_cast<T*>(task.partial) + r * (V + 2);
       std::memcpy(partial, sums, sizeof(T) * V);
@@ -329,7 +353,7 @@ class Few {
 template <class A>
 void attend_few(const Plan& plan, const Task& task, void* scratch) {
   if constexpr (sizeof(typename A::T) == 4) {
-    if (plan.kv_type == Type::bf16) return Few<HalfReader<A, Type::bf16>>::run(plan, task, scratch);
+    if (plan.kv_type == Type::bf16) return Few<SplitReader<A>>::run(plan, task, scratch);
     if (plan.kv_type == Type::f16) return Few<HalfReader<A, Type::f16>>::run(plan, task, scratch);
     if (plan.kv_type == Type::i8) return Few<ByteReader<A>>::run(plan, task, scratch);
   }

@@ -38,8 +38,8 @@ class FewBytes : Few<DigitReader<Bytes>> {
   };
   Whole of_q[8], of_weights[8];
   const int rows;  // 4 or 8, of which the last may repeat the one before
-  // Words of four digits side by side, (padded D or keys of a tile / 4, rows, digits), the lowest digit first: of q
-  // from -128 to 127, of weights from 0 to 255.
+  // Four digits of a row side by side are a word, the lowest digit first: of q from -128 to 127, (padded D / 4, rows,
+  // digits); of weights from 0 to 255, (rows, digits, line / 4), where they are written as they are made.
   std::int32_t *q_words, *weight_words;
 
  public:
@@ -64,11 +64,11 @@ class FewBytes : Few<DigitReader<Bytes>> {
     for (int r = 0; r < rows; ++r) split_query(r);
   }
 
-  // Digit p of W numbers of row r, the first of which is number i.
-  void put(std::int32_t* words, int r, int p, index i, Ints digit) {
+  // Digit p of W numbers of row r of q, the first of which is number d.
+  void put(int r, int p, index d, Ints digit) {
     std::int32_t four[W / 4];
     Bytes::store_bytes(four, digit);
-    for (int w = 0; w < W / 4; ++w) words[((i / 4 + w) * rows + r) * digits + p] = four[w];
+    for (int w = 0; w < W / 4; ++w) q_words[((d / 4 + w) * rows + r) * digits + p] = four[w];
   }
 
   static bool can_be_scaled(float largest) { return largest > 1e-30f && largest < 1e30f; }  // false for NaN
@@ -95,7 +95,7 @@ class FewBytes : Few<DigitReader<Bytes>> {
         const Ints digit = ((rest + 128) & 255) - 128;
         rest = (rest - digit) >> 8;
         sums[p] += digit;
-        put(q_words, r, p, d, digit);
+        put(r, p, d, digit);
       }
     }
     for (int p = 0; p < digits; ++p) {
@@ -122,7 +122,8 @@ class FewBytes : Few<DigitReader<Bytes>> {
     const F factor = A::all(of.exact && largest > 0 ? most / largest : 0.0f);
     for (index i = 0; i < keys; i += W) {
       const Ints whole = of.exact ? Bytes::rounded(A::load(weights + i) * factor) : Ints{};
-      for (int p = 0; p < digits; ++p) put(weight_words, r, p, i, whole >> (8 * p));
+      for (int p = 0; p < digits; ++p)
+        Bytes::store_bytes(weight_words + ((r * digits + p) * line + i) / 4, whole >> (8 * p));
     }
   }
 
@@ -153,23 +154,21 @@ class FewBytes : Few<DigitReader<Bytes>> {
   // The tile's values are prefetched meanwhile.
   template <int R>
   void score(const Number* k, const Number* v, index keys) {
+    constexpr int both = R <= 4 ? 2 : 1;  // vectors of keys that share the reading of q, as far as the registers reach
     const index D = plan.sizes.D;
-    for (index key = 0; key < keys; key += W) {
-      Ints sum[R][digits];
+    for (index key = 0; key < keys; key += both * W) {
+      Ints sum[both][R][digits];
+#pragma GCC unroll 2
+      for (int b = 0; b < both; ++b)
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 3
-        for (int p = 0; p < digits; ++p) sum[r][p] = A::all_int(of_q[r].raised[p]);
+          for (int p = 0; p < digits; ++p) sum[b][r][p] = A::all_int(of_q[r].raised[p]);
       for (index d = 0; d < D; d += step) {
         const int some = static_cast<int>(D - d < step ? D - d : step);
-        F words[W];
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) {
-          const index at = key + i < keys ? key + i : keys - 1;
-          words[i] = (F)Bytes::raised(Bytes::load_some(k + at * plan.k.row + d, some));
-          prefetch(v + at * plan.v.row + d);
-        }
-        A::transpose(words);
+        alignas(64) F words[both][W];
+#pragma GCC unroll 1
+        for (int b = 0; b < both; ++b) turn(k, v, key + b * W, d, keys, some, words[b]);
         const std::int32_t* from = q_words + d / 4 * R * digits;
 #pragma GCC unroll 1
         for (int w = 0; w < W; ++w, from += R * digits)
@@ -177,13 +176,29 @@ class FewBytes : Few<DigitReader<Bytes>> {
           for (int r = 0; r < R; ++r)
 #pragma GCC unroll 3
             for (int p = 0; p < digits; ++p)
-              sum[r][p] = Bytes::dot((Ints)words[w], A::all_int(from[r * digits + p]), sum[r][p]);
+#pragma GCC unroll 2
+              for (int b = 0; b < both; ++b)
+                sum[b][r][p] = Bytes::dot((Ints)words[b][w], A::all_int(from[r * digits + p]), sum[b][r][p]);
       }
+#pragma GCC unroll 2
+      for (int b = 0; b < both; ++b)
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) A::store(this->scores + r * line + key, total(sum[r]) * A::all(of_q[r].scale));
+        for (int r = 0; r < R; ++r)
+          A::store(this->scores + r * line + key + b * W, total(sum[b][r]) * A::all(of_q[r].scale));
     }
     for (int r = 0; r < R; ++r)
       if (!of_q[r].exact) score_as_it_is(r, k, keys);
+  }
+
+  // Numbers [d, d + some) of W keys from `key` on: words[w] has word w of each of them.
+  void turn(const Number* k, const Number* v, index key, index d, index keys, int some, F (&words)[W]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      const index at = key + i < keys ? key + i : keys - 1;
+      words[i] = (F)Bytes::raised(Bytes::load_some(k + at * plan.k.row + d, some));
+      prefetch(v + at * plan.v.row + d);
+    }
+    A::transpose(words);
   }
 
   static F total(const Ints (&sum)[digits]) {
@@ -234,7 +249,7 @@ class FewBytes : Few<DigitReader<Bytes>> {
 #pragma GCC unroll 3
         for (int p = 0; p < digits; ++p) sum[r][c][p] = Ints{};
     const std::int32_t* from = weight_words;
-    for (index i = 0; i < keys; i += 4, from += R * digits, v += 4 * stride, next += 4 * next_stride) {
+    for (index i = 0; i < keys; i += 4, ++from, v += 4 * stride, next += 4 * next_stride) {
       Ints rows[4], x[quarters];
 #pragma GCC unroll 4
       for (int t = 0; t < 4; ++t) {
@@ -247,7 +262,7 @@ class FewBytes : Few<DigitReader<Bytes>> {
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 3
         for (int p = 0; p < digits; ++p) {
-          const Ints weight = A::all_int(from[r * digits + p]);
+          const Ints weight = A::all_int(from[(r * digits + p) * (line / 4)]);
 #pragma GCC unroll 2
           for (int c = 0; c < quarters; ++c) sum[r][c][p] = Bytes::dot(weight, x[c], sum[r][c][p]);
         }

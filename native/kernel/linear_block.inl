@@ -55,8 +55,9 @@ struct OwnFactors {
   using T = typename Arch::T;
 
   static index items(const Linear& linear) { return linear.inputs; }
+  static bool as_they_lie(const Linear& linear) { return stored_as<T>(linear.type) && linear.weight_column == 1; }
   static index scratch_bytes(const Linear& linear) {
-    const index x = stored_as<T>(linear.x_type) ? 0 : Arch::W, rows = stored_as<T>(linear.type) ? 0 : outputs_at_once;
+    const index x = stored_as<T>(linear.x_type) ? 0 : Arch::W, rows = as_they_lie(linear) ? 0 : outputs_at_once;
     return (x + rows) * linear.inputs * static_cast<index>(sizeof(T)) + 2 * 64;
   }
 
@@ -65,7 +66,7 @@ struct OwnFactors {
 
   OwnFactors(const Linear& l, Arena& arena) : linear(l) {
     if (!stored_as<T>(linear.x_type)) rowwise = arena.take<T>(Arch::W * linear.inputs);
-    if (!stored_as<T>(linear.type)) copy = arena.take<T>(outputs_at_once * linear.inputs);
+    if (!as_they_lie(linear)) copy = arena.take<T>(outputs_at_once * linear.inputs);
   }
 
   void pack(const Strip<Arch>& strip, const View& x, T* panel) const {
@@ -73,12 +74,9 @@ struct OwnFactors {
   }
 
   const T* weights(index o, index count, index& stride) const {
-    const char* from = static_cast<const char*>(linear.weight) + o * linear.weight_row * bytes(linear.type);
     stride = copy ? linear.inputs : linear.weight_row;
-    if (!copy) return reinterpret_cast<const T*>(from);
-    for (index i = 0; i < count; ++i)
-      widen<Arch>(from + i * linear.weight_row * bytes(linear.type), linear.type, linear.inputs,
-                  copy + i * linear.inputs);
+    if (!copy) return static_cast<const T*>(linear.weight) + o * linear.weight_row;
+    weight_rows<Arch>(linear, o, count, copy, stride);
     return copy;
   }
 };

@@ -150,17 +150,88 @@ class LinearWidened {
     const index step = Rows::step_of(linear.inputs), size = bytes(linear.type);
     T* weight = reinterpret_cast<T*>(static_cast<char*>(scratch) + Rows::bytes(linear));
     T* bias = weight + run_length * step;
-    const auto* from = static_cast<const char*>(linear.weight);
     Linear some = linear;
     some.weight = weight, some.weight_row = step, some.type = sizeof(T) == 8 ? Type::f64 : Type::f32;
     some.bias = linear.bias ? bias : nullptr;
     for (index o = first; o < last; o += run_length, packed = true) {
       some.outputs = last - o < run_length ? last - o : run_length;
-      for (index i = 0; i < some.outputs; ++i)
-        widen<A>(from + (o + i) * linear.weight_row * size, linear.type, linear.inputs, weight + i * step);
+      weight_rows<A>(linear, o, some.outputs, weight, step);
       if (linear.bias) widen<A>(static_cast<const char*>(linear.bias) + o * size, linear.type, some.outputs, bias);
       some.y = static_cast<char*>(linear.y) + o * bytes(linear.x_type);
       LinearFew<OwnReader<A>>::run(some, row, 0, some.outputs, packed, scratch);
+    }
+  }
+};
+
+// Weights whose outputs lie side by side, in the lanes: y += x[i] * W[i] for one input after the other.
+template <class Reader>
+class LinearTurned {
+ public:
+  using A = typename Reader::A;
+  using T = typename A::T;
+  using F = typename A::F;
+  using Number = typename Reader::Number;
+  static constexpr int W = A::W;
+
+  static void run(const Linear& linear, index first, index last, bool packed, void* scratch) {
+    PackedRows<Reader> x(linear, scratch);
+    if (!packed) x.fill(linear);
+    for (index row = 0; row < linear.rows;) {
+      const index left = linear.rows - row;
+      const T* from = x.data + row * x.step;
+      if (left >= 3)
+        rows<4>(linear, from, x.step, row, first, last), row += 4;
+      else if (left == 2)
+        rows<2>(linear, from, x.step, row, first, last), row += 2;
+      else
+        rows<1>(linear, from, x.step, row, first, last), row += 1;
+    }
+  }
+
+ private:
+  template <int R>
+  static void rows(const Linear& linear, const T* x, index step, index row, index first, index last) {
+    constexpr int C = 8 / R;
+    index o = first;
+    for (; o + C * W <= last; o += C * W) columns<R, C>(linear, x, step, row, o, W);
+    for (; o < last; o += W) columns<R, 1>(linear, x, step, row, o, static_cast<int>(last - o < W ? last - o : W));
+  }
+
+  // C vectors of outputs from o on, the last of `width` numbers. Short sums first round less.
+  template <int R, int C>
+  static void columns(const Linear& linear, const T* x, index step, index row, index o, int width) {
+    constexpr index stretch = 256, ahead = 8, near = 64 / static_cast<index>(sizeof(Number));
+    const auto* at = static_cast<const Number*>(linear.weight) + o;
+    F total[R][C];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) total[r][c] = F{};
+    for (index from = 0; from < linear.inputs; from += stretch) {
+      const index to = from + stretch < linear.inputs ? from + stretch : linear.inputs;
+      F sum[R][C];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = F{};
+      for (index i = from; i < to; ++i, at += linear.weight_column) {
+        F v[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) v[c] = Reader::values(at + c * W, 0, false, C > 1 ? W : width);
+#pragma GCC unroll 8
+        for (index c = 0; c < C * W; c += near) prefetch(at + ahead * linear.weight_column + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+          for (int c = 0; c < C; ++c) sum[r][c] = A::fma(A::all(x[r * step + i]), v[c], sum[r][c]);
+      }
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) total[r][c] += sum[r][c];
+    }
+    const index count = (C - 1) * W + width, size = bytes(linear.x_type);
+    T bias[C * W] = {}, line[C * W];
+    if (linear.bias) widen<A>(static_cast<const Number*>(linear.bias) + o, linear.type, count, bias);
+    for (int r = 0; r < R && row + r < linear.rows; ++r) {
+      for (int c = 0; c < C; ++c) A::store(line + c * W, total[r][c] + A::load(bias + c * W));
+      narrow<A>(line, linear.x_type, count, static_cast<char*>(linear.y) + ((row + r) * linear.y_row + o) * size);
     }
   }
 };
@@ -169,6 +240,13 @@ class LinearWidened {
 template <class A>
 void linear_few(const Linear& linear, index row, index first, index last, bool packed, void* scratch) {
   if constexpr (sizeof(typename A::T) == 4) {
+    if (linear.weight_column != 1) {
+      if (linear.type == Type::bf16)
+        return LinearTurned<HalfReader<A, Type::bf16>>::run(linear, first, last, packed, scratch);
+      if (linear.type == Type::f16)
+        return LinearTurned<HalfReader<A, Type::f16>>::run(linear, first, last, packed, scratch);
+      return LinearTurned<OwnReader<A>>::run(linear, first, last, packed, scratch);
+    }
     if (LinearWidened<A>::suits(linear)) return LinearWidened<A>::run(linear, row, first, last, packed, scratch);
     if (linear.type == Type::bf16)
       return LinearFew<HalfReader<A, Type::bf16>>::run(linear, row, first, last, packed, scratch);

@@ -58,7 +58,7 @@ bool product(Reader& reader, nb::handle part, const char* name, index inputs, Dt
   PyObject *weight = nullptr, *bias = nullptr;
   Tensor matrix;
   if (!tensors_of(reader, part, name, weight, bias)) return false;
-  if (!projection(reader, weight, bias, inputs, to, matrix)) return false;
+  if (!projection(reader, weight, bias, inputs, to, matrix, true)) return false;
   outputs = matrix.shape[0];
   if (matrix.number != Number::f64 && dtypes.fit(matrix.number)) return true;
   const bool narrower = dtypes.weights != Number::f64 && dtypes.weights != dtypes.x;
@@ -216,7 +216,7 @@ bool rotation(Reader& reader, LayerCall& call, const Angles& angles, bool of_con
   }
   const index rows = cos.shape[0];
   to.row = cos.strides[0];
-  index low, high;
+  index low = 0, high = -1;  // of no positions
   if (PyLong_Check(angles.positions.ptr())) {
     to.first = nb::cast<index>(angles.positions), to.token = 1;
     low = to.first, high = to.first + N - 1;
@@ -227,7 +227,7 @@ bool rotation(Reader& reader, LayerCall& call, const Angles& angles, bool of_con
     if (!whole_numbers(reader, angles.positions, "positions", {B, N}, positions)) return false;
     to.positions_batch = N, to.positions_token = 1;
   }
-  if (!PyLong_Check(angles.positions.ptr())) {
+  if (!PyLong_Check(angles.positions.ptr()) && !positions.empty()) {
     const auto [lowest, highest] = std::minmax_element(positions.begin(), positions.end());
     low = *lowest, high = *highest + (angles.counted ? N - 1 : 0);
   }

@@ -40,13 +40,15 @@ bool sinks(Reader& reader, nb::handle given, Plan& plan) {
   return true;
 }
 
-bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, Projection& to, Tensor& matrix) {
+bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, Projection& to, Tensor& matrix,
+                bool turned) {
   Tensor shift;
   if (!reader.tensor(weight, "a projection's weight", matrix)) return false;
-  if (!multiplied(matrix.number) || matrix.axes != 2 || matrix.shape[1] != inputs || matrix.count() < 1 ||
-      !matrix.contiguous_from(1))
+  const bool fits = multiplied(matrix.number) && matrix.axes == 2 && matrix.shape[1] == inputs && matrix.count() > 0;
+  turned = turned && fits && matrix.strides[0] == 1 && matrix.strides[1] >= matrix.shape[0] && inputs > 1;
+  if (!fits || (!turned && !matrix.contiguous_from(1)))
     return reader.refuse("a projection's weight is not rows of float32, bfloat16 or float16 that fit");
-  to = {matrix.data, matrix.strides[0], nullptr};
+  to = {matrix.data, matrix.strides[0], nullptr, turned ? matrix.strides[1] : 1};
   if (!bias) return true;
   if (!reader.tensor(bias, "a projection's bias", shift)) return false;
   if (shift.number != matrix.number || shift.axes != 1 || shift.shape[0] != matrix.shape[0] ||

@@ -40,6 +40,7 @@ bool sinks(Reader& reader, nanobind::handle given, Plan& plan);
 inline bool multiplied(Number number) { return number <= Number::f16 && number != Number::f64; }
 
 // The weight (outputs, inputs) and the bias, or null, of a product.
-bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, Projection& to, Tensor& matrix);
+bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, Projection& to, Tensor& matrix,
+                bool turned = false);
 
 }  // namespace multihead

@@ -45,7 +45,7 @@ Products products_of(std::initializer_list<Linear> linears, const Kernels& kerne
   Products p;
   for (const Linear& linear : linears) p.linears[p.count++] = linear;
   if (p.few()) {
-    p.cut(16);
+    p.cut(p.linears[0].weight_column == 1 ? 16 : 128);  // outputs that lie side by side are read together
   } else {
     p.strips = (p.linears[0].rows + kernels.lanes - 1) / kernels.lanes;
     p.cut(256);
@@ -130,9 +130,10 @@ class Room {
 
 thread_local std::vector<char> Room::kept;
 
-// Kernels of products: pairs of bfloat16 numbers where the CPU multiplies them, else floats.
-const Kernels& kernels_of(const Isa& isa, Type x, Type weight) {
-  return isa.bf16 && x == Type::bf16 && weight == Type::bf16 ? *isa.bf16 : *isa.f32;
+// Kernels of products: pairs of bfloat16 numbers where the CPU multiplies them, else floats; weights whose outputs lie
+// side by side are turned, and widened then.
+const Kernels& kernels_of(const Isa& isa, Type x, Type weight, bool turned = false) {
+  return isa.bf16 && x == Type::bf16 && weight == Type::bf16 && !turned ? *isa.bf16 : *isa.f32;
 }
 
 // The rows that a product reads, (B, N, width), as they lie.
@@ -146,8 +147,8 @@ struct Rows {
 
 // y (B, N, outputs), contiguous.
 Linear linear_of(const Rows& x, const Projection& p, Type weights, index outputs, void* y) {
-  return {x.data,  x.batch, x.row,         x.N, x.count(), p.weight, p.row,  p.bias, x.width,
-          outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, weights};
+  return {x.data,  x.batch, x.row,         x.N, x.count(), p.weight, p.row,  p.bias,  x.width,
+          outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, weights, p.column};
 }
 
 // y in heads, where `view` says: side by side, or of many rows anywhere.
@@ -224,7 +225,9 @@ void run_layer(Layer layer, const Isa& isa, int threads) {
   const Sizes& s = plan.sizes;
   const Type type = plan.type;
   const Store& store = layer.store;
-  const Kernels& kernels = kernels_of(isa, type, layer.weights);
+  bool turned = false;
+  for (const Projection* p : {&layer.q, &layer.k, &layer.v, &layer.o}) turned |= p->column != 1;
+  const Kernels& kernels = kernels_of(isa, type, layer.weights, turned);
   const bool self = layer.N > 0 && layer.context == layer.x && layer.context_batch == layer.x_batch &&
                     layer.context_row == layer.x_row && layer.N == s.Q && layer.C == layer.E;
   const Rows x{layer.x, layer.x_batch, layer.x_row, s.B, s.Q, layer.E, type};

@@ -9,6 +9,7 @@ struct Projection {
   const void* weight = nullptr;  // (outputs, inputs), rows `row` numbers apart
   index row = 0;
   const void* bias = nullptr;  // (outputs,) or null
+  index column = 1;            // other than 1: outputs lie side by side, inputs so many numbers apart
 };
 
 // Keys and values of earlier tokens, (B, G, room, width), which those of this call join: token n of batch row b as row

@@ -13,6 +13,7 @@ from test_kernel_guard import Guarded
 from torch import Tensor
 
 from multihead import _native
+from multihead.masks import Causal, see
 
 B, E, H, G, D, V, ROOM = 2, 37, 6, 2, 18, 11, 70
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -93,6 +94,100 @@ def test_q_k_and_v_in_one_weight(N: int) -> None:
     assert torch.equal(run(fused), run(given))
     p.q = p.q[0][:-1].contiguous(), None
     assert _native.parts(p, fused["x"])[0] == "the rows of q, k and v in one weight do not fit its heads"
+
+
+def turned(parts: Any, place: Any = same) -> Any:
+    """The same with weights that lie inputs by outputs, as GPT-2's do."""
+    products = {name: getattr(parts, name) for name in "qkvo"}
+    pairs = {name: (place(weight.t().contiguous()).t(), bias) for name, (weight, bias) in products.items()}
+    return SimpleNamespace(**{**vars(parts), **pairs})
+
+
+def by_hand(parts: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four products and attention of all to all, every operation rounded to `dtype`."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        weight, bias = getattr(parts, name)
+        y = x @ weight.to(dtype).t()
+        return y if bias is None else y + bias.to(dtype)
+
+    q, k, v = (project(name, x.to(dtype)).unflatten(-1, (-1, D)).transpose(1, 2) for name in "qkv")
+    k, v = (t.repeat_interleave(H // G, 1) for t in (k, v))
+    weights = (q @ k.transpose(-1, -2) * D**-0.5).softmax(-1)
+    return project("o", (weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("N", [1, 2, 7, 8, 33])
+def test_weights_may_lie_the_other_way_round(N: int, dtype: torch.dtype, isa: str) -> None:
+    """At most twice the error of plain, few rows and many, and nothing beyond a weight is read."""
+    make, memory = torch.Generator().manual_seed(N), Guarded()
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make).to(dtype)
+
+    E = 301  # more than one stretch of a sum, and no whole number of vectors
+    products = {
+        "q": (drawn(H * D, E), drawn(H * D)),
+        "k": (drawn(G * D, E), None),
+        "v": (drawn(G * D, E), drawn(G * D)),
+    }
+    rest = dict.fromkeys(("q_norm", "k_norm", "scale", "softcap", "sinks"))
+    parts = SimpleNamespace(**products, o=(drawn(E, H * D), drawn(E)), D=D, V=D, **rest)
+    x, y = drawn(B, N, E) / 9, torch.zeros(B, N, E, dtype=dtype)
+    read = _native.parts(turned(parts, memory.copy), x)
+    assert not isinstance(read, tuple), read
+    read.run(y, 2, isa)
+    exact, plain = by_hand(parts, x, torch.float64), by_hand(parts, x, dtype)
+    bound = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (y - exact).abs().max() <= bound
+    again = torch.zeros_like(y)
+    read.run(again, 1, isa)
+    assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", [16, 40, 64, 130, 192])
+def test_float32_queries_of_a_bfloat16_cache(width: int, group: int, isa: str) -> None:
+    """Numbers are read in twos of vectors where there are so many: every width, and what is hidden leaves no trace."""
+    make = torch.Generator().manual_seed(width)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make)
+
+    E, heads, K = 24, 2 * group, 150
+    products = {name: (drawn(n * width, E) / 4, drawn(n * width)) for name, n in (("q", heads), ("k", 2), ("v", 2))}
+    rest = dict.fromkeys(("q_norm", "k_norm", "scale", "softcap", "sinks"))
+    parts = SimpleNamespace(**products, o=(drawn(E, heads * width), drawn(E)), D=width, V=width, **rest)
+    x = drawn(1, 1, E)
+    k, v = (drawn(1, 2, K, width).bfloat16() for _ in range(2))
+    hidden = slice(0, 20)
+    k[:, :, hidden], v[:, :, hidden, 1::3] = torch.nan, torch.inf
+    read, y = _native.parts(parts, x), torch.zeros(1, 1, E)
+    assert read.join(k, v, K - 1, K) is None
+    assert read.see(see(Causal(window=K - 20), 1, K, torch.device("cpu"), 1, heads)) is None
+    read.run(y, 2, isa)
+
+    def by_hand(dtype: torch.dtype) -> Tensor:
+        q = (x.to(dtype) @ products["q"][0].to(dtype).t() + products["q"][1].to(dtype)).view(1, heads, 1, width)
+        keys, values = (t[:, :, 20:].to(dtype).repeat_interleave(group, 1) for t in (k, v))
+        mixed = (q @ keys.transpose(-1, -2) * width**-0.5).softmax(-1) @ values
+        return mixed.reshape(1, 1, -1) @ parts.o[0].to(dtype).t() + parts.o[1].to(dtype)
+
+    exact, plain = by_hand(torch.float64), by_hand(torch.float32)
+    bound = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (y - exact).abs().max() <= bound
+
+
+def test_a_weight_that_lies_neither_way_is_refused() -> None:
+    given = call(2, 5, torch.float32, torch.float32)
+    weight, bias = given["parts"].q
+    given["parts"].q = (weight.repeat_interleave(2, 0).t().repeat_interleave(2, 0)[::2, ::2].t(), bias)
+    assert "a projection's weight is not rows" in _native.parts(given["parts"], given["x"])[0]
+    given["parts"].q = (torch.zeros(1, E).expand(H * D, E).t().contiguous().t()[:, :1].expand(H * D, E), bias)
+    assert "a projection's weight is not rows" in _native.parts(given["parts"], given["x"])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
