@@ -1,4 +1,4 @@
-"""Modules of Hugging Face models in one native call each: RMS norms, gated feed-forward parts, attention.
+"""Modules of Hugging Face models in one native call each: RMS norms, gated feed-forward parts; attention: `whole.py`.
 
 What a module computes is read from its structure: the names its forward uses must be known ones, its children plain
 linears that fit each other. That it is what it looks like is then proven: before it is put in place, a forward must
@@ -6,21 +6,13 @@ give on random input what the module itself gives.
 """
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from multihead.call import Reason
-from multihead.hf.cache import GrowingCache, GrowingLayer, GrowingSlidingLayer
-from multihead.hf.interface import EDITS, NAME, NEUTRAL, TRACERS, WATCHERS, weights_are_wanted
-from multihead.hf.masks import IntervalMask
 from multihead.kernel import eligible
 from multihead.kernel.forward import Forward
-from multihead.kernel.layer import Parts, Store, Turn, prepare, run
-from multihead.masks import Causal, lower
-from multihead.masks.intervals import Frame
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-3}  # of the largest number, in a proof
 
@@ -152,180 +144,3 @@ class GatedForward(Recognised):
     def __call__(self, x: Tensor) -> Tensor:
         y = eligible.modules_watched() or self.attempt(x) if self.on else None
         return y if isinstance(y, Tensor) else self.plain(x)
-
-
-class AttentionForward(Recognised):
-    """All seven steps, with norms of q and k, RoPE and the cache, where the heads are plain ones."""
-
-    what = "attention in one call"
-    KNOWN = (
-        "shape head_dim q_proj k_proj v_proj qkv_proj o_proj out_proj q_norm k_norm view transpose reshape contiguous "
-        "apply_rotary_pos_emb use_rope update layer_idx ALL_ATTENTION_FUNCTIONS get_interface config "
-        "_attn_implementation eager_attention_forward training attention_dropout scaling scale sliding_window getattr "
-        "num_attention_heads num_key_value_heads is_causal dropout"
-    )
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        children, own = module._modules, module.__dict__
-        self.fused = "qkv_proj" in children
-        self.out = "o_proj" if "o_proj" in children else "out_proj"
-        self.rope = own.get("use_rope", True) and "apply_rotary_pos_emb" in _names(module)
-        self.D: Any = own.get("head_dim")
-        self.scale: Any = own.get("scaling", own.get("scale"))
-        self.names = list(inspect.signature(type(module).forward).parameters)[2:]  # behind self and hidden_states
-
-    @classmethod
-    def looks_like(cls, module: nn.Module) -> bool:
-        children = module._modules
-        output = "o_proj" in children or "out_proj" in children
-        return output and ("qkv_proj" in children or {"q_proj", "k_proj", "v_proj"} <= children.keys())
-
-    def why_not(self, rotary: int) -> str | None:
-        unknown = uses_only(self.module, self.KNOWN)
-        if unknown or not isinstance(self.D, int) or not isinstance(self.scale, float):
-            return unknown or "has no head_dim and scale"
-        if self.rope and not rotary:
-            return "the angles of its RoPE are not to be found"
-        if any(name in self.module._modules and self.norm(name) is None for name in ("q_norm", "k_norm")):
-            return "its norms of q and k are not of each head"
-        training, self.module.training = self.module.training, False
-        try:
-            return self.proof(rotary)
-        finally:
-            self.module.training = training
-
-    def proof(self, rotary: int) -> str | None:
-        """Five tokens at once and then one more, each seeing those before it; or all at once, seeing each other."""
-        q: Any = self.module._modules["qkv_proj" if self.fused else "q_proj"]
-        if not isinstance(q, nn.Linear):
-            return f"its projection is a {type(q).__name__}"
-        x = 2 * random(1, 6, q.in_features, like=q.weight)
-        takes = inspect.signature(type(self.module).forward).parameters
-        caches = [GrowingCache(), GrowingCache()] if "past_key_values" in takes else None
-        turns = random(1, 6, rotary // 2, like=q.weight, seed=1).float()
-        angles = tuple(f(torch.cat((turns, turns), -1)).to(q.weight.dtype) for f in (torch.cos, torch.sin))
-        for start, end in ((0, 5), (5, 6)) if caches else ((0, 6),):
-            frame = Frame.of(end - start, end, torch.device("cpu"))
-            mask = IntervalMask(lower(Causal(), frame, 1, 1), 1, torch.device("cpu")) if caches else None
-            given: dict[str, Any] = {"attention_mask": mask}
-            if "position_embeddings" in takes:
-                given["position_embeddings"] = tuple(t[:, start:end] for t in angles)
-            part = x[:, start:end]
-            calls: tuple[Any, Any] = self.attempt, self.plain
-            outcomes: list[Any] = []
-            for cache, call in zip(caches or (None, None), calls):
-                outcomes.append(call(part, **given, **({"past_key_values": cache} if caches else {})))
-            ours, theirs = outcomes
-            if isinstance(ours, Reason):
-                return ours.says
-            if differs(ours[0], theirs[0]):
-                return "computes something else"
-        return None
-
-    def norm(self, name: str) -> tuple[Tensor, float] | None:
-        """The weight and eps of the norm of each head of q or k, or None where that is something else, or watched."""
-        module: Any = self.module._modules[name]
-        weight = module._parameters.get("weight")
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        plain = unwatched(module) and weight is not None and weight.shape == (self.D,)
-        return (weight, eps) if plain and isinstance(eps, float) else None
-
-    def parts(self) -> Parts | None:
-        children: Any = self.module._modules
-        norms: dict[str, Any] = {}
-        if "q_norm" in children:
-            norms = {"q_norm": self.norm("q_norm"), "k_norm": self.norm("k_norm")}
-            if None in norms.values():
-                return None
-        q, k, v = (
-            (children["qkv_proj"], None, None)
-            if self.fused
-            else (children["q_proj"], children["k_proj"], children["v_proj"])
-        )
-        return Parts(q, k, v, children[self.out], self.D, scale=self.scale, **norms)
-
-    def attempt(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        output_attentions: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None] | Reason:
-        module = self.module
-        own = module.__dict__
-        if EDITS in own or WATCHERS in own or TRACERS in own or weights_are_wanted(output_attentions):
-            return eligible.WATCHED
-        config: Any = module.config
-        if own["training"] or config._attn_implementation != NAME or not kwargs.keys() <= NEUTRAL:
-            return eligible.OTHERWISE
-        if attention_mask is None:
-            if own.get("is_causal", True) or past_key_values is not None:
-                return eligible.OTHERWISE
-        elif type(attention_mask) is not IntervalMask:
-            return eligible.OTHERWISE
-        parts = self.parts()
-        read = eligible.OTHERWISE if parts is None else eligible.parts(parts, hidden_states)
-        if isinstance(read, Reason):
-            return read
-        turn = store = layer = None
-        if self.rope:
-            if position_embeddings is None:
-                return eligible.OTHERWISE
-            cos, sin = position_embeddings
-            turn = Turn(cos, sin, pairs=cos.shape[-1] // 2)
-        new = hidden_states.shape[-2]
-        if past_key_values is not None:
-            layer = _layer_of(past_key_values, own["layer_idx"])
-            if layer is None:
-                return eligible.OTHERWISE
-            heads = (read.sizes[0], read.kv_heads, self.D)
-            room = layer.reserve(new, (heads, heads), hidden_states)
-            if room is None:
-                return eligible.OTHERWISE
-            store = Store(*room, layer.used, layer.used + new)
-        wrong = prepare(read, turn=turn, store=store)
-        if wrong is not None:
-            return wrong
-        visible = None if attention_mask is None else attention_mask.visible
-        if visible is not None and read.sizes[3] != visible.K:
-            return eligible.OTHERWISE
-        y = run(read, hidden_states, visible)
-        if isinstance(y, Reason):
-            return y
-        if layer is not None:
-            layer.commit(new)
-        return y, None
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.on and eligible.modules_watched() is None:
-            out = self.attempt(hidden_states, **dict(zip(self.names, args)), **kwargs)
-            if not isinstance(out, Reason):
-                return out
-        return self.plain(hidden_states, *args, **kwargs)
-
-
-def _names(module: nn.Module) -> tuple[str, ...]:
-    return inspect.unwrap(type(module).forward).__code__.co_names
-
-
-def _layer_of(cache: Cache, number: int) -> GrowingLayer | GrowingSlidingLayer | None:
-    """The layer of a cache that grows in place, made where caches make theirs when they are called for."""
-    if getattr(cache, "offloading", True):
-        return None
-    make: Any = cache.layer_class_to_replicate
-    while make is GrowingLayer and len(cache.layers) <= number:
-        cache.layers.append(make())
-    layer: Any = cache.layers[number] if number < len(cache.layers) else None
-    return layer if type(layer) in (GrowingLayer, GrowingSlidingLayer) else None
-
-
-def rotary_width(model: nn.Module) -> int:
-    """How many numbers of a head are turned, 0 where that is nowhere to be found or not the same everywhere."""
-    found = {2 * t.numel() for name, t in model.named_buffers() if name.split(".")[-1] == "inv_freq"}
-    return found.pop() if len(found) == 1 else 0
-
-
-KINDS: tuple[type[Recognised], ...] = (NormForward, GatedForward, AttentionForward)

@@ -11,9 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from multihead import kernel
 from multihead.hf.cache import grow, kept
-from multihead.hf.forwards import KINDS, rotary_width, unwatched
+from multihead.hf.forwards import unwatched
 from multihead.hf.interface import NAME
 from multihead.hf.watch import attentions
+from multihead.hf.whole import KINDS, rotary_width
 from multihead.kernel import eligible
 from multihead.kernel.forward import Forward, LinearForward
 
@@ -187,8 +188,9 @@ def _replace_modules(report: Report) -> None:
             continue
         forward = kind(module)
         why_not = _why_not_any(module, kind)
-        if why_not is None and (eligible.modules_watched() or not all(map(unwatched, module.modules()))):
-            why_not = "a hook watches it"  # and would see what is tried
+        within = (part for part in module.modules() if part is not module)  # its own hooks are called as they were
+        if why_not is None and (eligible.modules_watched() or not all(map(unwatched, within))):
+            why_not = "a hook watches a part of it"  # and would see what is tried
         if why_not is None:
             with torch.no_grad():
                 why_not = forward.why_not(rotary)
