@@ -217,3 +217,141 @@ def test_a_function_of_three_sequences_is_not_one_of_heads():
     theirs.load_state_dict(mh.save_weights(layer, layout="torch"))
     report = mh.diagnose(lambda query, key, value: theirs(query, key, value)[0], layer, torch.randn(2, 5, E))
     assert report.verdict == "healthy", report
+
+
+# Written by strangers ------------------------------------------------------------------------------------------------
+
+
+def by_heads(scores=lambda s: s, weigh=lambda s: s.softmax(-1), unit=False):
+    """A function of q, k and v, right but for what is passed in."""
+
+    def core(q, k, v):
+        q, k = (nn.functional.normalize(t, dim=-1) if unit else t for t in (q, k))
+        return weigh(scores(q @ k.mT / math.sqrt(q.shape[-1]))) @ v
+
+    return core
+
+
+def one_more(s):
+    return s.exp() / (1 + s.exp().sum(-1, keepdim=True))
+
+
+def base_2(s):
+    return torch.exp2(s) / torch.exp2(s).sum(-1, keepdim=True)
+
+
+STRANGERS = [
+    ("softmax twice", {"weigh": lambda s: s.softmax(-1).softmax(-1)}),
+    ("one more in the softmax's denominator", {"weigh": one_more}),
+    ("sigmoid for softmax", {"weigh": torch.sigmoid}),
+    ("softmax to the base 2", {"weigh": base_2}),
+    ("q and k of length 1", {"unit": True}),
+    ("half-precision scores (bfloat16)", {"scores": lambda s: s.bfloat16().float()}),
+    ("half-precision scores (float16)", {"scores": lambda s: s.half().float()}),
+]
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize(("cause", "wrong"), STRANGERS, ids=[case[0] for case in STRANGERS])
+def test_written_by_a_stranger(cause, wrong):
+    layer = layer_of(E, H)
+    named(by_heads(**wrong), layer, torch.randn(2, 6, E), cause, 3)
+
+
+@pytest.mark.wrong
+def test_a_half_precision_product_of_weights_as_they_are_made():
+    """In float16 one number rounded up instead of down is much of the departure."""
+    torch.manual_seed(0)
+    x, layer = torch.randn(2, 6, E), mh.MultiHeadAttention(E, H)
+
+    def product(q, k):
+        return (q.half() @ k.half().mT).float()
+
+    named(lambda x: attention(layer, x, product=product), layer, x, "half-precision scores (float16)", 3)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("eps", [1e-6, 1e-12, None])
+def test_a_norm_inside_with_another_eps(eps):
+    layer = layer_of(E, H)
+    normed = lambda x: nn.functional.rms_norm(x, (E,), eps=eps)  # noqa: E731
+    named(lambda x: attention(layer, x, before=normed), layer, torch.randn(2, 5, E), "a norm inside (RMSNorm on x)", 1)
+
+
+SHARED = [
+    ("GQA: k and v repeated in two ways (`repeat` of k)", "repeat", "each"),
+    ("GQA: k and v repeated in two ways (`repeat` of v)", "each", "repeat"),
+    ("GQA: every head reads the first", "first", "first"),
+]
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize(("cause", "k_of", "v_of"), SHARED, ids=[case[0] for case in SHARED])
+def test_grouped_heads_shared_in_another_way(cause, k_of, v_of):
+    layer = layer_of(E, H, kv_heads=2)
+    share = {
+        "each": lambda t: t.repeat_interleave(2, 1),
+        "repeat": lambda t: t.repeat(1, 2, 1, 1),
+        "first": lambda t: t[:, :1],
+    }
+
+    def candidate(x):
+        q, k, v = (p(x).unflatten(-1, (-1, D)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        heads = (q @ share[k_of](k).mT / math.sqrt(D)).softmax(-1) @ share[v_of](v)
+        return layer.o_proj(heads.transpose(1, 2).flatten(2))
+
+    named(candidate, layer, torch.randn(2, 6, E), cause, 3)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_attention_in_half_precision(half):
+    layer = layer_of(E, H)
+
+    def core(q, k, v):
+        q, k, v = (t.to(half) for t in (q, k, v))
+        return ((q @ k.mT / math.sqrt(D)).softmax(-1) @ v).float()
+
+    cause = f"attention in half precision ({str(half).removeprefix('torch.')})"
+    named(core, layer, torch.randn(2, 6, E), cause, 3)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("mask", [None, mh.Causal()], ids=str)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_a_fused_kernel_in_half_precision(half, mask):
+    layer = layer_of(64, H)
+
+    def core(q, k, v):
+        fused = nn.functional.scaled_dot_product_attention
+        return fused(q.to(half), k.to(half), v.to(half), is_causal=mask is not None).float()
+
+    cause = f"attention in half precision ({str(half).removeprefix('torch.')})"
+    named(core, layer, torch.randn(2, 9, 64), cause, 3, mask=mask)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("loud", [100, 800])
+def test_a_float16_product_that_overflows_in_a_float32_layer(whole, loud):
+    """What is finite is rounded as well: NaN in the same places says it."""
+    torch.manual_seed(0)
+    x, layer = torch.randn(2, 6, E), mh.MultiHeadAttention(E, H)
+
+    def core(q, k, v):
+        scores = q.half() @ k.half().mT
+        return (
+            ((scores / math.sqrt(D)).softmax(-1) @ v.half()).float()
+            if whole
+            else (scores.float() / D**0.5).softmax(-1) @ v
+        )
+
+    report = named(core, layer, loud * x, "scores overflow before the scale", 3)
+    assert "and float16 ends at 65,504" in report.where[0]
+
+
+@pytest.mark.wrong
+def test_a_bias_twice():
+    layer = layer_of(E, H)
+    candidate = lambda x: layer(x) + layer.o_proj.bias  # noqa: E731
+    named(candidate, layer, torch.randn(2, 5, E), "bias twice on the output", 7)

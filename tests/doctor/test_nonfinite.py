@@ -112,3 +112,12 @@ def test_rows_that_see_nothing_are_said_to_be_the_reason():
     report = mh.diagnose(candidate, layer, torch.randn(2, 5, E), mask=mh.Padding(lengths))
     assert report.verdict == "healthy", report
     assert any("rows that see nothing, or stand on padding, are NaN" in note for note in report.notes)
+
+
+@pytest.mark.wrong
+def test_nan_throughout_is_no_overflow_although_these_items_would_overflow():
+    """Items as loud as this overflow float16 everywhere: NaN everywhere says nothing, the quiet probes do."""
+    layer, x = layer_of(E, H), 10_000 * torch.randn(2, 5, E)
+    report = mh.diagnose(lambda x: layer(x) * math.nan, layer, x)
+    assert report.verdict == "unknown", report
+    assert "NaN" in report.headline

@@ -34,9 +34,18 @@ UNKNOWN = {
     "values shifted by one position": {"v": lambda t: t.roll(1, 2)},
     "keys reversed in time": {"k": lambda t: t.flip(2)},
     "weights squared and renormalised": {"weights": lambda w: w**2 / (w**2).sum(-1, keepdim=True)},
-    "sigmoid instead of softmax": {"softmax": torch.sigmoid},
+    "softplus instead of softmax": {"softmax": nn.functional.softplus},
     "relu of scores, normalised": {"softmax": lambda s: s.relu() / (s.relu().sum(-1, keepdim=True) + 1e-3)},
-    "off-by-one softmax": {"softmax": lambda s: s.exp() / (1 + s.exp().sum(-1, keepdim=True))},
+    "half of one more in the denominator": {"softmax": lambda s: s.exp() / (0.5 + s.exp().sum(-1, keepdim=True))},
+    "softmax to the base 3": {"softmax": lambda s: (s * math.log(3)).softmax(-1)},
+    "half-precision scores, and one row twice as large": {
+        "scores": lambda s: s.bfloat16().to(s.dtype), "output": lambda t: torch.cat([2 * t[:, :1], t[:, 1:]], 1)},
+    "half-precision scores, and one head halved": {"scores": lambda s: s.half().to(s.dtype), "heads": one_head},
+    "half-precision scores, and a row that weighs all alike": {
+        "scores": lambda s: s.half().to(s.dtype).index_fill(-2, torch.tensor([2]), 0)},
+    "noise as large as half precision": {
+        "scores": lambda s: s + 1e-3 * torch.sin(1e4 * s.detach()) * s.abs()},
+    "weights cut to three digits": {"weights": lambda w: (w * 1000).floor() / 1000},
     "the largest weight only": {"weights": lambda w: w * (w == w.amax(-1, keepdim=True))},
     "output doubled": {"output": lambda t: 2 * t},
     "tanh on the output": {"output": torch.tanh},
@@ -74,7 +83,7 @@ def test_wrong_heads_are_told():
 
 
 def test_wrong_weights_are_told_from_wrong_values():
-    assert "add up to" in where("sigmoid instead of softmax")
+    assert "add up to" in where("softplus instead of softmax")
     assert "depends on the order of the items" in where("values shifted by one position")
 
 

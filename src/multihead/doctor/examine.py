@@ -288,7 +288,7 @@ class Examination:
             return True
         setting = Setting(weights, sharp[0].call)
         found = [match.variant for match in search.singles(setting, sharp)]
-        return any(variant.precision or variant.product for variant in found)  # no worse than its own dtype
+        return any(variant.lower for variant in found)  # no worse than its own dtype
 
     def healthy(self, patient: Patient, reading: Reading, number: int, assumed: str = "") -> Report:
         notes = [*self.notes, *findings.harmless(patient.candidate, reading.weights, self.call, self.function)]

@@ -147,8 +147,9 @@ def diagnosed(
     worst = next((one for one in seen if one.differs() > 10 * one.bound()), seen[0])  # the user's own call comes first
     compared = sum(one.output.numel() for one in seen)
     left, wrong = max(one.differs(first.variant) for one in seen), max(one.differs() for one in seen)
-    if rounded := first.variant.precision or first.variant.product:
-        what = "the softmax" if first.variant.precision else "the scores"
+    if rounded := first.variant.lower:
+        v = first.variant
+        what = "attention" if v.core else "the softmax" if v.precision else "the scores"
         sure = (
             f"likely: rounding {what} to {rounded} explains nearly all of the departure (up to "
             f"{wrong:.2g} from the right numbers, {left:.2g} from those)"

@@ -13,7 +13,7 @@ from multihead.doctor.measure import Observation, same_odd_places
 from multihead.doctor.parameters import role
 from multihead.doctor.patient import Patient
 from multihead.doctor.report import Named, Report
-from multihead.doctor.variant import RIGHT, Call, Specification, Variant
+from multihead.doctor.variant import CORES, HALVES, RIGHT, Call, Specification, Variant
 from multihead.doctor.weights import Weights
 
 LOUDEST = 2**12  # times x, to bring the scores beyond what e can be raised to
@@ -60,22 +60,22 @@ def explain(patient: Patient, weights: Weights, notes: Sequence[str], subject: s
     own = patient.own(weights)
     if not is_odd(patient, weights):
         return None
-    for what, variant in _overflows(own[0].dtype):
-        if not all(seen.equals(variant) for seen in own):
+    for what, dtype, variant in _overflows(own[0].dtype):
+        if not all(seen.explains(variant) if variant.lower else seen.equals(variant) for seen in own):
             continue
         name, why, fix = MADE[what]
-        dtype = variant.overflow.partition(":")[2]
         limit = torch.finfo(getattr(torch, dtype)).max
         cause = Named(name, 3, why.format(dtype=dtype, limit=limit, log=math.log(limit)), fix)
         seen = next(one for one in own if bool(odd(one).any()))
         compared = sum(one.output.numel() for one in own)
+        but = f" as far as {dtype} is exact" if variant.lower else ""
         return Report(
             "diagnosed",
             f"{name[0].upper()}{name[1:]} (step 3): its output holds {_kinds(seen.output)}.",
             (cause,),
-            where=(_first(seen, variant, dtype),),
+            where=(_first(seen, variant, what, dtype),),
             sure=f"certain: the seven steps in the range of {dtype} give {_kinds(seen.output)} in the same places, and "
-            f"the other numbers of {compared:,} in {len(own)} calls agree",
+            f"the other numbers of {compared:,} in {len(own)} calls agree{but}",
             notes=tuple(notes),
             subject=subject,
         )
@@ -131,10 +131,16 @@ def unguarded(candidate: Candidate, weights: Weights, call: Call) -> str | None:
     )
 
 
-def _overflows(own: torch.dtype) -> Iterator[tuple[str, Variant]]:
+def _overflows(own: torch.dtype) -> Iterator[tuple[str, str, Variant]]:
+    """What leaves the range of which dtype; where it is not the candidate's own, what is finite is rounded as well."""
     for dtype in dict.fromkeys((_name(own), "float16", "float32")):
         for what in ("scores", "scaled", "exp"):
-            yield what, replace(RIGHT, overflow=f"{what}:{dtype}")
+            yield what, dtype, replace(RIGHT, overflow=f"{what}:{dtype}")
+    if own in HALVES.values():
+        return
+    for changes in [{"product": "float16"}, *CORES["float16"]]:
+        yield "scores", "float16", replace(RIGHT, **changes)
+    yield "scaled", "float16", replace(RIGHT, product="scores: float16")
 
 
 def _loud(weights: Weights, call: Call, limit: float) -> Call | None:
@@ -154,7 +160,7 @@ def _loud(weights: Weights, call: Call, limit: float) -> Call | None:
     return None
 
 
-def _first(seen: Observation, variant: Variant, dtype: str) -> str:
+def _first(seen: Observation, variant: Variant, what: str, dtype: str) -> str:
     """Where the first NaN is made: step, head and query, and by which score."""
     trace = seen.exact.trace(variant)
     b, h, q, _ = (int(n) for n in (~trace["weights"].isfinite()).nonzero()[0])
@@ -162,7 +168,7 @@ def _first(seen: Observation, variant: Variant, dtype: str) -> str:
     scores = trace["q_heads"][b, h, q] @ k_heads[b, h].T * seen.weights.scale
     key = int(scores.argmax())
     place = f"{_kinds(seen.output)} first appears in step 3, head {h}, query {q}, sequence {b}: "
-    what, limit = variant.overflow.partition(":")[0], torch.finfo(getattr(torch, dtype)).max
+    limit = torch.finfo(getattr(torch, dtype)).max
     if what == "exp":
         return f"{place}its score with key {key} is {float(scores[key]):.4g}, and e to it is beyond {limit:.3g}"
     reached = float(scores[key]) / (seen.weights.scale if what == "scores" else 1)

@@ -51,7 +51,7 @@ def reproduces(variant: Variant, observations: Sequence[Observation]) -> bool:
     if not all(bool(seen.output.isfinite().any()) for seen in observations):
         return False  # NaN throughout is no evidence of anything
     for seen in observations:
-        if variant.precision or variant.product:
+        if variant.lower:
             if not seen.explains(variant):
                 return False
         elif not seen.may_equal(variant) or not seen.equals(variant):

@@ -5,6 +5,7 @@ float64, or in another dtype to learn how large its rounding is. What variants s
 pairs differ in the last cheap steps only.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,16 +50,19 @@ class Variant:
     # Step 2, split, and what makes q and k ready to meet
     split: str = "transpose"  # "view", "interleaved"
     split_of: str = "qkv"  # which of them are split that way
-    norm: str = "right"
+    norm: str = "right"  # "unit": q and k of length 1, where the reference has no norm
     eps: float | None = None
     rope: str = "right"
     # Step 3, score
-    repeat: str = "each"  # "all": head h reads key/value head h % G
+    repeat: str = "each"  # "all": head h reads key/value head h % G; "all of k", "all of v"; "first": all read head 0
     scale: str = "right"
-    precision: str = ""  # the softmax's, where it is lower
-    product: str = ""  # the precision of q·k, where it is lower
+    precision: str = (
+        ""  # the softmax's, where it is lower; "raised: float16": e to the scores, as a fused kernel has it
+    )
+    product: str = ""  # the precision of q·k, where it is lower; "scores: float16" where theirs is, once they are made
+    core: str = ""  # the precision of q, k, v and of what attention gives, where it is lower
     overflow: str = ""  # "scores", "scaled", "exp": what leaves the range of a dtype, and which: "exp:float32"
-    axis: str = "keys"
+    axis: str = "keys"  # or another; or "none", "sigmoid", "twice", "one more", "base 2": no softmax, or another one
     softcap: str = "right"
     sinks: bool = True
     mask: str = "right"
@@ -67,17 +71,34 @@ class Variant:
     empty: str = "zero"  # what a row that sees nothing becomes: "nan", "mean", "all"
     # Steps 5, 6 and 7
     merge: str = "transpose"  # "view", "reverse", "interleaved"
-    output: str = "right"  # "missing", "per head"
+    output: str = "right"  # "missing", "per head", "bias twice"
     residual: bool = False
+
+    @property
+    def lower(self) -> str:
+        """The dtype that it rounds to where the right one does not, or nothing."""
+        return (self.precision or self.product or self.core).rpartition(": ")[2]
 
 
 RIGHT = Variant()
 ALL = slice(None)
 READY = ("normed", "packing", "transposed", "unbiased", "roles", "sources", "split", "split_of", "norm", "eps", "rope")
-STEP_3 = "repeat scale precision product overflow axis softcap sinks mask hide value empty"
+STEP_3 = "repeat scale precision product core overflow axis softcap sinks mask hide value empty"
 SCORED = (*READY, *STEP_3.split())
 MOST_KEPT = 2000  # intermediates of one call
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+CORES: dict[str, list[dict[str, Any]]] = {  # attention in half precision: as a fused kernel sums, or step by step
+    name: [
+        {"core": name} | more
+        for more in (
+            {"precision": f"raised: {name}"},
+            {},
+            {"product": name},
+            {"product": name, "precision": name},
+        )
+    ]
+    for name in HALVES
+}
 
 
 class Specification:
@@ -121,16 +142,25 @@ class Specification:
         return self._held["across"]
 
     def _normed(self, t: Tensor, variant: Variant, place: str) -> Tensor:
-        """A norm where the seven steps have none: `variant.normed` is "layer on x", "rms 0 on merged heads", …."""
+        """A norm where the seven steps have none: `variant.normed` is "layer on x", "rms 0 on merged heads", ….
+
+        A number is that of one of the candidate's own; a norm without parameters may have another eps than 1e-5.
+        """
         kind, _, where = variant.normed.partition(" on ")
         if where != place:
             return t
         kind, _, number = kind.partition(" ")
-        weight, bias, eps = self.weights.inner[int(number)] if number else (None, None, 1e-5)
+        if number.isdecimal():
+            weight, bias, eps = self.weights.inner[int(number)]
+        else:
+            weight, bias, eps = None, None, float(number.removeprefix("eps") or 1e-5)
         t = t - t.mean(-1, keepdim=True) if kind == "layer" else t
         t = t * (t.square().mean(-1, keepdim=True) + eps).rsqrt()
         t = t if weight is None else t * weight
         return self._round(t if bias is None else t + bias)
+
+    def _half(self, t: Tensor, name: str) -> Tensor:
+        return t.to(HALVES[name]).to(self.dtype)
 
     def _round(self, t: Tensor) -> Tensor:
         return t if self.rounded is None else t.to(self.rounded).to(self.dtype)
@@ -186,6 +216,8 @@ class Specification:
             t = self._rms(t, n, variant, (-1,))
         elif normed and variant.norm in ("positions", "heads axis"):
             t = self._rms(t, n, variant, (2,) if variant.norm == "positions" else (1,))
+        if n < 2 and variant.norm == "unit":
+            t = self._round(t / t.norm(dim=-1, keepdim=True))
         if self.weights.rope is not None:
             where = None if n and self.call.context is not None else self.call.positions
             t = self._round(turned(self.weights.rope, t, n, variant.rope, where))
@@ -199,9 +231,11 @@ class Specification:
 
     # Steps 3 and 4
 
-    def heads_of(self, t: Tensor, variant: Variant) -> Tensor:
+    def heads_of(self, t: Tensor, variant: Variant, name: str = "k") -> Tensor:
         H = self.weights.sizes.H
-        if variant.repeat == "each" or t.shape[1] == H:
+        if variant.repeat == "first":
+            return t[:, :1].expand(-1, H, *[-1] * (t.dim() - 2))
+        if variant.repeat not in ("all", f"all of {name}") or t.shape[1] == H:
             return steps.repeat_heads(t, H)
         return t.repeat(1, H // t.shape[1], *[1] * (t.dim() - 2))
 
@@ -211,9 +245,14 @@ class Specification:
         k = self.heads_of(k, variant)
         form = "bhqd,bhkd->bhqk" if k.dim() == 4 else "bhqd,bhqkd->bhqk"
         scale = scale_of(w, variant.scale, self.K)
-        if variant.product:
-            q, k = (t.to(HALVES[variant.product]).to(self.dtype) for t in (q, k))
-            scores = torch.einsum(form, q, k).to(HALVES[variant.product]).to(self.dtype) * scale
+        if variant.core:
+            q, k = (self._half(t, variant.core) for t in (q, k))
+        after, _, product = variant.product.rpartition(": ")
+        if after:
+            scores = self._half(torch.einsum(form, q, k) * scale, product)
+        elif product:
+            q, k = (self._half(t, product) for t in (q, k))
+            scores = self._half(torch.einsum(form, q, k), product) * scale
         elif variant.overflow.startswith("scores"):
             scores = beyond(torch.einsum(form, q, k), variant.overflow) * scale
         else:
@@ -262,15 +301,29 @@ class Specification:
             if self.weights.sinks is not None:
                 total = total + beyond(self.weights.sinks.exp(), variant.overflow).view(1, -1, 1, 1)
             return raised / beyond(total, variant.overflow)
+        fused, _, precision = variant.precision.rpartition(": ")
+        if fused:
+            e = (masked - masked.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+            return self._half(e, precision) / e.sum(-1, keepdim=True).clamp(min=1.0)
         if variant.precision:
             return torch.softmax(masked.to(HALVES[variant.precision]), -1).to(self.dtype)
-        if variant.axis == "keys":
-            return self._round(steps.weigh(masked, self.weights.sinks if variant.sinks else None)[0])
+        if variant.axis == "sigmoid":
+            return self._round(masked.sigmoid())
+        sinks = self.weights.sinks if variant.sinks else None
+        if variant.axis == "one more":
+            sinks = masked.new_zeros(masked.shape[1])
+        if variant.axis in ("keys", "one more", "twice", "base 2"):
+            weights = self._round(steps.weigh(masked * (math.log(2) if variant.axis == "base 2" else 1), sinks)[0])
+            return weights if variant.axis != "twice" else self._round(weights.softmax(-1))
         return self._round(torch.softmax(masked, {"queries": 2, "heads": 1, "batch": 0}[variant.axis]))
 
     def _mix(self, variant: Variant, weights: Tensor, v: Tensor) -> Tensor:
         """Step 4: (B, H, Q, V)."""
-        return self._round(torch.einsum("bhqk,bhkv->bhqv", weights, self.heads_of(v, variant)))
+        v = self.heads_of(v, variant, "v")
+        if variant.core:
+            mixed = torch.einsum("bhqk,bhkv->bhqv", weights, self._half(v, variant.core))
+            return self._half(mixed, variant.core)
+        return self._round(torch.einsum("bhqk,bhkv->bhqv", weights, v))
 
     # Steps 5, 6 and 7
 
@@ -296,7 +349,7 @@ class Specification:
             w = w.flatten(0, 1).T.unflatten(0, (H, V)) if "o" in variant.transposed else w
             out = self._round(steps.output(merged, w[..., columns]))
         if b is not None and variant.output != "missing" and "o" not in variant.unbiased:
-            out = out + b[columns]
+            out = out + b[columns] * (2 if variant.output == "bias twice" else 1)
         return out + self.x[..., columns] if variant.residual else out
 
 

@@ -75,6 +75,14 @@ CAUSES = (
         _without_bias,
     ),
     Cause(
+        "bias twice on the output",
+        7,
+        "b_o is added twice: by the projection, and once more after it.",
+        "return out_proj(merged)          # nn.Linear adds its bias",
+        when(lambda s: s.weights.b["o"] is not None, {"output": "bias twice"}),
+        paired=0,
+    ),
+    Cause(
         "residual added inside",
         7,
         "The output is x plus attention: the residual connection belongs to the block around the layer. Inside the "

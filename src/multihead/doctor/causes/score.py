@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from multihead.doctor.cause import Cause, Changes, Setting, Ways, one, when
+from multihead.doctor.variant import CORES
 
 
 def _scale(how: str) -> Ways:
@@ -98,6 +99,72 @@ CAUSES = (
         one(axis="none"),
     ),
     Cause(
+        "softmax twice",
+        3,
+        "The weights go through a softmax again. They lie between 0 and 1, so what comes out is nearly even, and what "
+        "was hidden is seen again. Often one softmax is in a helper, or in the loss's habit of taking logits.",
+        "weights = scores.softmax(dim=-1)                 # once",
+        one(axis="twice"),
+        paired=0,
+    ),
+    Cause(
+        "one more in the softmax's denominator",
+        3,
+        "Each row's denominator has 1 added to it, as a sink with the logit 0 would: the weights of a row add up to "
+        "less than 1. That is a design of its own (softmax-off-by-one), and the reference was not made with it; or a "
+        "number that was to keep from dividing by 0.",
+        "weights = scores.softmax(dim=-1)                 # or a reference with sinks=True, its sinks 0",
+        when(lambda s: s.weights.sinks is None, {"axis": "one more"}),
+        paired=0,
+    ),
+    Cause(
+        "sigmoid for softmax",
+        3,
+        "Each score goes through a sigmoid by itself: keys do not compete, and a row's weights add up to anything.",
+        "weights = scores.softmax(dim=-1)",
+        one(axis="sigmoid"),
+        paired=0,
+    ),
+    Cause(
+        "softmax to the base 2",
+        3,
+        "2 is raised to the scores instead of e: they count for ln 2 = 0.69 of what they should. Kernels use exp2 for "
+        "speed, and multiply the scores by log₂ e first.",
+        "raised = torch.exp2(scores * math.log2(math.e))",
+        one(axis="base 2"),
+        paired=0,
+    ),
+    Cause(
+        "q and k of length 1",
+        3,
+        "q and k are divided by their lengths, so that a score is a cosine: between −1 and 1 before the scale, and the "
+        "weights come out nearly even. The reference takes them as they are.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # no F.normalize; or a reference with qk_norm=True",
+        when(lambda s: s.weights.norm is None, {"norm": "unit"}),
+        paired=0,
+    ),
+    Cause(
+        "GQA: k and v repeated in two ways",
+        3,
+        "Of k and v one is repeated so that head h reads head h // (H/G), the other so that it reads h % G: a head "
+        "weighs by one head's keys and takes another's values.",
+        "k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))      # (B, G, K, D) → (B, H, K, D)",
+        lambda s: (
+            [(f"(`repeat` of {name})", {"repeat": f"all of {name}"}) for name in "kv"]
+            if 1 < s.weights.sizes.G < s.weights.sizes.H
+            else []
+        ),
+        paired=0,
+    ),
+    Cause(
+        "GQA: every head reads the first",
+        3,
+        "All query heads read key/value head 0, as broadcasting `k[:, :1]` does; the others are never read.",
+        "k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))      # (B, G, K, D) → (B, H, K, D)",
+        when(lambda s: s.weights.sizes.G > 1, {"repeat": "first"}),
+        paired=0,
+    ),
+    Cause(
         "GQA: repeat for repeat_interleave",
         3,
         "With G key/value heads for H query heads, head h reads key/value head h // (H/G): neighbours share. `repeat` "
@@ -136,7 +203,9 @@ CAUSES = (
         "to three digits (two in bfloat16), and a score of 30 is off by up to 0.1. The formula is right; the numbers "
         "are rounded before the softmax, which raises e to them.",
         "scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(D)",
-        lambda s: [(f"({name})", {"product": name}) for name in ("bfloat16", "float16")],
+        lambda s: [
+            (f"({name})", {"product": f"{when}{name}"}) for name in ("bfloat16", "float16") for when in ("", "scores: ")
+        ],
         paired=0,
     ),
     Cause(
@@ -146,6 +215,15 @@ CAUSES = (
         "below about 6e-8 in float16 becomes 0. The formula is right; the numbers are rounded on the way.",
         "weights = scores.float().softmax(dim=-1).to(v.dtype)",
         lambda s: [(f"({name})", {"precision": name}) for name in ("bfloat16", "float16")],
+        paired=0,
+    ),
+    Cause(
+        "attention in half precision",
+        3,
+        "q, k and v are cast to float16 or bfloat16, and attention runs in it (often for a fused kernel that takes no "
+        "float32): the output is good to three digits (two in bfloat16). The formula is right.",
+        "out = attend(q, k, v)            # in their own dtype; or compare with a reference in that dtype",
+        lambda s: [(f"({name})", changes) for name, ways in CORES.items() for changes in ways],
         paired=0,
     ),
 )
