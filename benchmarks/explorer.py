@@ -83,6 +83,8 @@ def main() -> None:
                 "step": [1, 2, 4, 5, 6, 7, 3],
                 "mask": ["none", "window:3,3", "prefix:9", "causal:5", "padding:90"],
             }
+            first = page.evaluate(ANSWERS, ["step", [7, 3]])[0]  # nothing of step 7 was drawn before
+            print(f"step 7, first     {first:6.0f} ms")
             for name, values in asked.items():
                 times = page.evaluate(ANSWERS, [name, values])
                 print(f"{name:17s} {statistics.median(times):6.0f} ms, the median of {len(times)}")

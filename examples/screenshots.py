@@ -18,15 +18,9 @@ REPEATS = "the+whale+saw+the+ship+and+the+whale+saw+the"
 # name, width, height, theme, state, what to show (a selector, or the top of the page)
 PICTURES = [
     ("explorer", 1440, 1180, "light", "model=lm&step=3&head=1&layer=1&at=weights.1.11.10", None),
-    ("explorer-dark", 1440, 1180, "dark", "model=lm&step=3&head=1&layer=1&at=weights.1.11.10", None),
     ("explorer-phone", 390, 844, "light", "model=lm&step=2", None),
-    ("step-1-project", 1280, 900, "light", "model=example&step=1&at=q.2.3.17", ".stage"),
-    ("step-2-split", 1280, 900, "light", "model=lm&step=2", ".stage"),
-    ("step-4-mix", 1280, 900, "light", "model=lm&step=4&layer=1&head=1&at=weights.1.8.2", ".stage"),
-    ("step-7-output", 1280, 900, "light", "model=lm&step=7", ".stage"),
     ("mask", 1280, 900, "light", "model=lm&step=3&mask=none", ".cheat"),
     ("heads", 1280, 900, "light", f"model=lm&text={REPEATS}&sort=induction&layer=1&off=1.0&pins=0.0,1.0", ".heads"),
-    ("prediction", 1280, 900, "light", f"model=lm&text={REPEATS}&layer=1&off=1.0", ".predict"),
     ("learn", 1280, 700, "light", "lesson=width", None),
     ("picture", 1280, 900, "light", "model=vit&sample=ankle+boot&layer=1&head=1&at=query.18", ".input"),
 ]

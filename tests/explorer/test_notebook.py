@@ -179,6 +179,8 @@ def test_marimo_shows_it_and_selections_come_back(chromium: Any, tmp_path: Path)
         ):
             frames.nth(number).locator(shown).wait_for(timeout=120_000)
         frames.first.locator(".token").nth(3).click()
+        frames.first.locator(".token[aria-pressed=true]").wait_for()
+        assert frames.nth(1).locator(".token[aria-pressed=true]").count() == 0  # each widget is one of its own
         chosen = tmp_path / "chosen"
         for _ in range(600):
             if chosen.exists() and chosen.read_text() == "pizza":

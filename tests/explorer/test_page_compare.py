@@ -135,3 +135,98 @@ def test_the_page_marks_the_first_that_differs(explorer: Explorer, layer_and_x: 
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
     assert [(v["id"], [n["html"][:160] for n in v["nodes"][:3]]) for v in found] == []
+
+
+@pytest.fixture(scope="module")
+def two_models() -> tuple[Any, Any]:
+    """The language model, and the same with the values of its second layer scaled."""
+    models = mh.models.load("lm"), mh.models.load("lm")
+    with torch.no_grad():
+        models[1].blocks[1].attention.v_proj.weight.mul_(1.25)
+    return models
+
+
+TEXT = {"kind": "text", "text": "I love pizza"}
+
+
+def test_two_models_layer_by_layer(two_models: Any) -> None:
+    session = _session(two_models[0], (two_models[1],), "I love pizza", {})
+    both = session.answer("overview", {"model": "model", "input": TEXT}).meta
+    assert [(layer["same"], layer["first"]) for layer in both["layers"]] == [(True, None), (False, "v")]
+    assert both["first"] == 1
+    ids = session.subjects["model"].read(TEXT).data
+    traced = [model.trace(ids, 1)["output"] for model in two_models]
+    assert both["layers"][1]["most"] == pytest.approx(float((traced[0] - traced[1]).abs().max()), rel=1e-3)
+    with torch.no_grad():
+        p, q = (model(ids)[0, -1].softmax(-1) for model in two_models)
+    assert both["predictions"]["most"] == pytest.approx(float((p - q).abs().max()), rel=1e-3)
+    rows = both["predictions"]["rows"]
+    assert rows[0]["left"] == pytest.approx(float(p.max()), rel=1e-3)
+    assert max(row["right"] for row in rows) == pytest.approx(float(q.max()), rel=1e-3)
+    alone = _session(two_models[0], (two_models[0],), "I love pizza", {})
+    assert alone.answer("overview", {"model": "model", "input": TEXT}).meta["first"] is None
+
+
+def test_models_of_other_depths_and_other_predictions_are_told_apart_in_words(layer_and_x: Any) -> None:
+    torch.manual_seed(0)
+    made = [mh.models.VisionTransformer(list("abcdefghij")[:c], 16, 2, d) for c, d in ((10, 2), (10, 3), (4, 2))]
+    with pytest.raises(ValueError, match=r"2 layers and .* has 3: expected as many in both"):
+        _session(made[0], (made[1],), None, {})
+    session = _session(made[0], (made[2],), None, {})
+    asked = {"model": "model", "input": session.first["input"]}
+    assert "among 10 classes" in session.answer("overview", asked).meta["predictions"]["says"]
+    layer, x = layer_and_x
+    nothing = _session(layer, (broken(layer),), x, {}).answer(
+        "overview", {"model": "given", "input": {"kind": "given"}}
+    )
+    assert nothing.meta == {"layers": [], "first": None, "predictions": None}
+
+
+@needs_browser
+@pytest.mark.parametrize("saved", [False, True], ids=["served", "in a file"])
+def test_the_page_says_which_layer_of_two_models_differs_first(
+    chromium: Any,
+    two_models: Any,
+    tmp_path: Path,
+    saved: bool,
+) -> None:
+    left, right = two_models
+    if saved:
+        mh.explore(left, right, x="I love pizza", save=tmp_path / "page.html")
+        session = _session(left, (right,), "I love pizza", {})
+        served = type("File", (), {"url": (tmp_path / "page.html").as_uri()})
+        both = session.answer("overview", {"model": "model", "input": TEXT}).meta
+        walk_through_two(Explorer(chromium, served), both)
+        return
+    session = _session(left, (right,), "I love pizza", {})
+    with serve.start(session, port=0, browser=False) as running:
+        both = session.answer("overview", {"model": "model", "input": TEXT}).meta
+        walk_through_two(Explorer(chromium, running), both)
+
+
+def walk_through_two(explorer: Explorer, both: dict[str, Any]) -> None:
+    explorer.open("")
+    page = explorer.page
+    page.wait_for_selector(".compare-layers button.first")
+    assert "differs first, in v" in page.inner_text("#compare-whole")
+    assert "same in both" in page.inner_text("#compare-says")  # layer 0 is on the stage
+    first = page.locator(".compare-layers button.first")
+    assert first.get_attribute("data-layer") == "1"
+    first.click()
+    explorer.settle()
+    page.wait_for_selector(".compare-list button[data-tensor=v].first")
+    assert explorer.state["layer"] == 1
+    assert page.inner_text("#compare-says").startswith("v differs")
+    shown = page.locator(".compare-predictions tbody tr").first
+    assert shown.locator("td").all_inner_texts() == [
+        f"{100 * both['predictions']['rows'][0][side]:.1f} %" for side in ("left", "right")
+    ]
+    page.locator(".compare-list button[data-tensor=weights]").click()
+    explorer.settle()
+    page.locator("canvas[data-grid=compare-left]").focus()
+    explorer.press("ArrowDown")
+    assert "→ ‹start›" in page.locator("[data-figure=compare-left] .said").inner_text()
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    assert [(v["id"], [n["html"][:160] for n in v["nodes"][:3]]) for v in found] == []
+    explorer.close()

@@ -221,3 +221,25 @@ def test_the_running_example_is_a_choice(explorer: Explorer) -> None:
     x, w = explorer.tensor("x"), explorer.tensor("w_q")
     q = torch.einsum("ne,ehd->nhd", x, w) + explorer.tensor("b_q")
     torch.testing.assert_close(explorer.tensor("q"), q, rtol=1e-4, atol=1e-4)
+
+
+def test_the_panel_begins_with_a_number_of_the_step_on_the_stage(explorer: Explorer) -> None:
+    for step, name in enumerate(["q", "q_heads", "weights", "heads", "transposed", "merged", "output"], 1):
+        explorer.open(f"model=lm&step={step}&head=2")
+        assert explorer.title.startswith(f"{name}["), explorer.title
+        made = explorer.tensor(name)
+        row = {"q_heads": made[2, -1:], "heads": made[2, -1:]}.get(name, made[-1])
+        if step == 3:
+            row = made[2, -1]
+        elif step in (1, 5):
+            row = made[-1, 2]
+        elif step == 6:
+            row = made[-1, 64:96]
+        assert close_to(abs(explorer.value), float(row.abs().max()))
+
+
+def test_an_address_that_sorts_shows_what_it_sorts_by(explorer: Explorer) -> None:
+    explorer.open("model=lm&text=the+whale+saw+the+ship+and+the+whale+saw+the&sort=induction")
+    explorer.page.wait_for_selector(".wall li")
+    assert "Induction:" in explorer.page.inner_text(".heads .hint[role=status]")
+    assert explorer.page.locator(".heads select").nth(1).input_value() == "induction"

@@ -2,7 +2,11 @@
 
 import base64
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +209,61 @@ def test_the_package_needs_no_widget(monkeypatch: pytest.MonkeyPatch, layer_and_
     layer, x = layer_and_x
     monkeypatch.setitem(__import__("sys").modules, "multihead.explorer.widget", None)
     assert notebook.widget_of(Session([of_model(layer, x)[0]])) is None
+
+
+CONTRACT = """
+const { default: widget } = await import(process.argv[2]);
+const element = () => ({ style: {}, remove() { this.removed = true; } });
+globalThis.document = { body: { dataset: { vscodeThemeKind: "vscode-dark" }, classList: { contains: () => false } }, createElement: element };
+globalThis.document.documentElement = { classList: { contains: () => false } };
+const before = new Set(Object.getOwnPropertyNames(globalThis));
+const made = [0, 1].map((n) => {
+  const heard = new Map();
+  const values = { state: `step=${n + 1}`, height: 500 + n };
+  const sent = [];
+  const model = { get: (name) => values[name], set: (name, value) => { values[name] = value; }, save_changes: () => sent.push("saved"),
+    on: (name, f) => heard.set(name, f), off: (name, f) => heard.get(name) === f && heard.delete(name), send: (message) => sent.push(message) };
+  const el = { replaceChildren(frame) { this.frame = frame; } };
+  return { model, values, sent, heard, el, end: widget.render({ model, el }) };
+});
+const answers = made.map(({ el }) => el.frame.multihead.ask("api/models", "{}"));
+made[1].heard.get("msg:custom")({ id: 1 }, [new DataView(Uint8Array.of(7, 8, 9).buffer, 1)]);
+const second = await answers[1];
+made[0].el.frame.multihead.changed("step=5", { head: 2 });
+const waits = await Promise.race([answers[0].then(() => false), new Promise((done) => setTimeout(() => done(true), 20))]);
+made.forEach(({ end }) => end());
+console.log(JSON.stringify({
+  keys: Object.keys(widget), states: made.map(({ el }) => el.frame.multihead.state), heights: made.map(({ el }) => el.frame.style.height),
+  bytes: [...second.bytes], waits, sent: made.map(({ sent }) => sent), values: made.map(({ values }) => values), left: made.map(({ heard }) => heard.size),
+  globals: Object.getOwnPropertyNames(globalThis).filter((name) => !before.has(name)) }));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node: the widget's module is not run")
+def test_the_module_keeps_to_what_every_notebook_gives_a_widget(widget: Any, tmp_path: Path) -> None:
+    """JupyterLab, VS Code and marimo give a module `render({model, el})`; nothing else is asked of them, and two
+    widgets in one notebook are two.
+    """
+    text = widget._esm
+    around, _, _ = text.partition("\nconst PAGE = ")
+    code = re.sub(r"/\*.*?\*/", "", around, flags=re.DOTALL)
+    assert not re.search(r"^\s*import\b|\bimport\s*\(", code, re.MULTILINE)
+    assert re.findall(r"^export\b.*", text, re.MULTILINE)[0].startswith("export default { render")
+    (tmp_path / "widget.mjs").write_text(text)
+    (tmp_path / "contract.mjs").write_text(CONTRACT)
+    command = ["node", tmp_path / "contract.mjs", (tmp_path / "widget.mjs").as_uri()]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert said == {
+        "keys": ["render"],
+        "states": ["step=1&theme=dark", "step=2&theme=dark"],
+        "heights": ["500px", "501px"],
+        "bytes": [8, 9],
+        "waits": True,  # what came for the second was not taken for an answer to the first
+        "sent": [
+            [{"id": 1, "path": "api/models", "body": "{}"}, "saved"],
+            [{"id": 1, "path": "api/models", "body": "{}"}],
+        ],
+        "values": [{"state": "step=5", "height": 500, "selection": {"head": 2}}, {"state": "step=2", "height": 501}],
+        "left": [0, 0],
+        "globals": [],
+    }

@@ -1,7 +1,7 @@
 """Two side by side: the tensors of two layers, two models, or of one's own implementation and the specification."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 from multihead.doctor.exhibit import Exhibit
 from multihead.doctor.report import Report
 from multihead.explorer.request import Request
-from multihead.explorer.subject import Subject
+from multihead.explorer.subject import Items, Subject
 from multihead.explorer.wire import Answer
 from multihead.layer.trace import STEPS
 
 CLOSE = 1e-4  # of the largest number of a tensor: what float32 may do to it in seven steps
+LIKELIEST = 5  # of each side
 NAMES = ["x", *(name for step in STEPS for name in step.names)]
 
 
@@ -27,21 +28,32 @@ class Pair:
     tensors: Callable[[Request], tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]]
     report: Report | None = None
     words: list[str] = field(default_factory=list)
+    subjects: tuple[Subject, Subject] | None = None  # where both sides are whole models
 
 
 def of_subjects(left: Subject, right: Subject) -> Pair:
     """Two subjects on the same input, layer by layer."""
+    counts = [len(subject.layers()) for subject in (left, right)]
+    names = (left.name, right.name) if left.name != right.name else (f"{left.name}, first", f"{right.name}, second")
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"{names[0]} has {counts[0]} layers and {names[1]} has {counts[1]}: expected as many in both, for each "
+            "layer stands beside its like; two layers can be compared alone, model.blocks[i].attention for instance"
+        )
 
     def tensors(request: Request) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
         found = []
         for subject in (left, right):
-            number = min(request.layer, len(subject.layers()) - 1)
-            given = subject.examples()[0]["input"] if request.input["kind"] == "given" else request.input
-            found.append({name: t.float() for name, t in subject.trace(subject.read(given), number, "own").items()})
+            traced = subject.trace(_items(subject, request), request.layer, "own")
+            found.append({name: t.float() for name, t in traced.items()})
         return found[0], found[1], {}
 
-    names = (left.name, right.name) if left.name != right.name else (f"{left.name}, first", f"{right.name}, second")
-    return Pair(*names, tensors)
+    return Pair(*names, tensors, subjects=(left, right))
+
+
+def _items(subject: Subject, request: Request) -> Items:
+    """What a request gives to a subject; of what was handed to `explore` each has its own reading."""
+    return subject.read(subject.examples()[0]["input"] if request.input["kind"] == "given" else request.input)
 
 
 def of_exhibit(shown: Exhibit, report: Report, name: str) -> Pair:
@@ -64,6 +76,55 @@ def of_exhibit(shown: Exhibit, report: Report, name: str) -> Pair:
 def compare(pair: Pair, request: Request) -> Answer:
     """Every tensor of both sides, how far they are apart, and the first that differs."""
     left, right, how = pair.tensors(request)
+    rows, first = _rows(pair, left, right, how)
+    tensors = {f"left.{name}": t for name, t in left.items() if name in NAMES}
+    tensors |= {f"right.{name}": t for name, t in right.items() if name in NAMES}
+    report = None
+    if pair.report is not None:
+        said = asdict(pair.report)
+        report = {n: said[n] for n in ("verdict", "headline", "sure", "where", "notes", "subject", "indistinguishable")}
+        report |= {"causes": said["causes"], "step": pair.report.step, "evidence": []}
+        report["evidence"] = [{**v, **{n: str(v[n]) for n in v if n != "place"}} for v in said["evidence"]]
+    meta = {"left": pair.left, "right": pair.right, "rows": rows, "first": first, "report": report, "words": pair.words}
+    return Answer(meta, tensors)
+
+
+def overview(pair: Pair, request: Request, stop: Callable[[], None]) -> Answer:
+    """Two models as wholes: of each layer the first tensor that differs and by how much, and both predictions."""
+    layers: list[dict[str, Any]] = []
+    for number, (name, _, _) in enumerate(pair.subjects[0].layers() if pair.subjects else []):
+        stop()
+        rows, first = _rows(pair, *pair.tensors(replace(request, layer=number)))
+        gaps = {row["name"]: row.get("most") for row in rows}
+        layers.append(
+            {"name": name, "same": first is None, "first": first, "most": gaps.get("output", gaps.get("heads"))}
+        )
+    apart = next((number for number, layer in enumerate(layers) if not layer["same"]), None)
+    return Answer({"layers": layers, "first": apart, "predictions": _predictions(pair, request)})
+
+
+def _predictions(pair: Pair, request: Request) -> dict[str, Any] | None:
+    """The likeliest of both sides, with what each gives them."""
+    if pair.subjects is None or None in (kinds := [subject.predicts for subject in pair.subjects]):
+        return None
+    found = [subject.logits(_items(subject, request), "own").float() for subject in pair.subjects]
+    left, right = (t[-1] if t.dim() == 2 else t for t in found)
+    if kinds[0] != kinds[1] or left.shape != right.shape:
+        return {
+            "says": f"{pair.left} chooses among {len(left):,} {kinds[0]}, {pair.right} among {len(right):,} {kinds[1]}"
+        }
+    p, q = left.softmax(-1), right.softmax(-1)
+    likeliest = dict.fromkeys(n for t in (p, q) for n in t.topk(min(LIKELIEST, len(t))).indices.tolist())
+    subject = pair.subjects[0]
+    name = (lambda n: subject.labels[n]) if kinds[0] == "classes" else (lambda n: subject.token(n)["text"])
+    rows = [{"text": name(n), "left": float(p[n]), "right": float(q[n])} for n in likeliest]
+    return {"says": "", "rows": rows, "most": float((p - q).abs().max())}
+
+
+def _rows(
+    pair: Pair, left: dict[str, Tensor], right: dict[str, Tensor], how: dict[str, str]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """How far each tensor of both sides is apart, and the first that differs."""
     rows: list[dict[str, Any]] = []
     first = None
     for name in (n for n in NAMES if n in left or n in right):
@@ -78,16 +139,7 @@ def compare(pair: Pair, request: Request) -> Answer:
         if row["same"] is False and first is None:
             first = name
         rows.append(row)
-    tensors = {f"left.{name}": t for name, t in left.items() if name in NAMES}
-    tensors |= {f"right.{name}": t for name, t in right.items() if name in NAMES}
-    report = None
-    if pair.report is not None:
-        said = asdict(pair.report)
-        report = {n: said[n] for n in ("verdict", "headline", "sure", "where", "notes", "subject", "indistinguishable")}
-        report |= {"causes": said["causes"], "step": pair.report.step, "evidence": []}
-        report["evidence"] = [{**v, **{n: str(v[n]) for n in v if n != "place"}} for v in said["evidence"]]
-    meta = {"left": pair.left, "right": pair.right, "rows": rows, "first": first, "report": report, "words": pair.words}
-    return Answer(meta, tensors)
+    return rows, first
 
 
 def _apart(a: Tensor, b: Tensor) -> dict[str, Any]:

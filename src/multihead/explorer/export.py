@@ -55,8 +55,14 @@ def single_file(session: Session, given: Any, stop: Stop | None = None) -> str:
             asked.append(("weights", {"model": request.model} | one))
         if subject.decodes and len(session.answer("trace", shown | one, stop).meta["tokens"]) > 1:
             asked.append(("decode", shown | one))
-    for route in ("heads", *(["predict"] if subject.predicts else [])):
-        asked += [(route, shown), *([(route, shown | changed)] if changed else [])]
+        if session.pair is not None:
+            asked.append(("compare", shown | one))
+    for route in (
+        "heads",
+        *(["overview"] if session.pair is not None else []),
+        *(["predict"] if subject.predicts else []),
+    ):
+        asked += [(route, shown), *([(route, shown | changed)] if changed and route != "overview" else [])]
     if given["input"]["kind"] == "text":
         asked.append(("tokens", {"model": request.model, "text": given["input"]["text"]}))
     answers = {"models {}": _models(session, request.model, given)}
@@ -149,7 +155,7 @@ def _models(session: Session, model: str, given: Mapping[str, Any]) -> bytes:
     label = next((e["label"] for e in said["examples"] if e["input"] == given["input"]), given["input"].get("text", ""))
     said["examples"] = [{"input": given["input"], "label": label or "what was given"}]
     first = {"model": model, "layer": given["layer"], "input": given["input"]}
-    return Answer({"first": first, "models": [said]}).to_bytes()
+    return Answer({"first": first, "models": [said], "pair": session.said_of_pair()}).to_bytes()
 
 
 def _short(data: bytes) -> bytes:

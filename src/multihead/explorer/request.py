@@ -58,6 +58,7 @@ FIELDS = {  # what each route is asked with; a ? marks what may be left out
     "predict": ("model", "input", "mask?", "off?", "with?"),
     "decode": ("model", "layer", "input"),
     "compare": ("model", "layer", "input"),
+    "overview": ("model", "input"),
     "save": ("model", "layer", "input", "mask?", "off?", "with?", "state?"),
     "items": ("model", "input", "start", "stop"),
     "find": ("model", "input", "text", "start?"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from multihead.explorer import answers, long
-from multihead.explorer.compare import Pair, compare
+from multihead.explorer.compare import Pair, compare, overview
 from multihead.explorer.request import Refused, Request, key, parse
 from multihead.explorer.subject import Subject
 from multihead.explorer.wire import Answer
@@ -119,14 +119,15 @@ class Session:
             return found
         if route == "models":
             models = [subject.describe() for subject in self.subjects.values()]
-            pair = None if self.pair is None else {"left": self.pair.left, "right": self.pair.right}
-            return Answer({"first": self.first, "models": models, "pair": pair}).to_bytes()
+            return Answer({"first": self.first, "models": models, "pair": self.said_of_pair()}).to_bytes()
         subject = self.subject(request)
-        with self.working(subject, stop or Stop()):
-            if route == "compare":
+        stop = stop or Stop()
+        with self.working(subject, stop):
+            if route in ("compare", "overview"):
                 if self.pair is None:
                     raise Refused("nothing is compared here: expected explore(a, b, x=…)", "missing", 404)
-                return compare(self.pair, request).to_bytes()
+                both = compare(self.pair, request) if route == "compare" else overview(self.pair, request, stop)
+                return both.to_bytes()
             if route in long.ROUTES:
                 data = long.ROUTES[route](self.lenses, subject, request).to_bytes()
             else:
@@ -146,6 +147,10 @@ class Session:
             there = ", ".join(self.subjects)
             raise Refused(f"model={request.model[:60]!r}: expected one of {there}", "missing", 404)
         return self.subjects[request.model]
+
+    def said_of_pair(self) -> dict[str, str] | None:
+        """The names of what is compared."""
+        return None if self.pair is None else {"left": self.pair.left, "right": self.pair.right}
 
     @contextmanager
     def working(self, subject: Subject, stop: Stop) -> Iterator[None]:

@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 import { test } from "node:test";
 import { load } from "./page.mjs";
 
-const { sevenSteps, multiply } = await load("attention.js");
+const { mix, sevenSteps, multiply } = await load("attention.js");
 const { allowed, parseMask, formatMask, maskRequest, maskOfAnswer } = await load("mask.js");
 const { explain, numberText, sources, ancestry, parseCell, formatCell } = await load("explain.js");
 
@@ -100,4 +100,27 @@ test("rows left over from blocks of four", () => {
     const out = multiply(x, Float32Array.from([1, 2, 3, 4, 5, 6]), Float32Array.from([10, 20]), N, 3, 2);
     for (let n = 0; n < N; n++) assert.deepEqual([...out.subarray(2 * n, 2 * n + 2)], [0, 1].map((o) => [10, 20][o] + [0, 1, 2].reduce((s, i) => s + x[3 * n + i] * (2 * i + 1 + o), 0)));
   }
+});
+
+test("products four rows and four columns at a time are those of one at a time", () => {
+  for (const [N, I, O] of [[1, 1, 1], [3, 5, 7], [4, 4, 3], [5, 9, 2], [9, 6, 11], [8, 1024, 5]]) {
+    const number = (n) => Math.fround(Math.sin(n * 12.9898) * 3);
+    const [x, w] = [Float32Array.from({ length: N * I }, (_, n) => number(n)), Float32Array.from({ length: I * O }, (_, n) => number(n + 77))];
+    const bias = Float32Array.from({ length: O }, (_, o) => o);
+    const out = multiply(x, w, bias, N, I, O);
+    for (let n = 0; n < N; n++) {
+      for (let o = 0; o < O; o++) {
+        let sum = bias[o];
+        for (let i = 0; i < I; i++) sum += x[n * I + i] * w[i * O + o];
+        assert.ok(Math.abs(out[n * O + o] - sum) <= 1e-6 * Math.max(1, Math.abs(sum)), `${N}×${I}×${O} at ${n}, ${o}`);
+      }
+    }
+  }
+});
+
+test("a value that no weight reaches stays out of the mix, even NaN", () => {
+  const weights = { shape: [1, 2, 6], data: Float32Array.from([0.5, 0, 0.25, 0.25, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4]) };
+  const v = { shape: [1, 6, 2], data: Float32Array.from([2, 4, NaN, NaN, 4, 8, 8, 16, 1, 2, 10, 20]) };
+  const { data } = mix(weights, v);
+  assert.deepEqual([...data], [4, 8, 6.3, 12.6].map(Math.fround));
 });

@@ -66,5 +66,7 @@ test("weights are on 0…1; everything else is symmetric around zero, and −∞
 test("more than eight heads share hues in groups, never in turn", () => {
   assert.deepEqual([0, 1, 2, 3, 14, 15].map((h) => hueOf(h, 16)), [0, 0, 1, 1, 7, 7]);
   assert.equal(headColour(5, 8, "light"), HUES.light[5]);
-  assert.deepEqual(blend([{ colour: "#ff0000", share: 1 }, { colour: "#0000ff", share: 0 }]), [255, 0, 0]);
+  const labs = ["#ff0000", "#0000ff"].map((hex) => toOklab(parseHex(hex)));
+  assert.deepEqual(blend(labs, [1, 0]), [255, 0, 0]);
+  assert.deepEqual(blend(labs, [3, 3]), blend(labs, [0.5, 0.5]));
 });

@@ -11,7 +11,8 @@ const { arrangeHeads } = await load("heads.js");
 const { probabilities } = await load("predict.js");
 const { textOf } = await load("input.js");
 const { arrangeSlabs } = await load("regroup.js");
-const { indexAt, layout, litIn, placeOf } = await load("paint.js");
+const { rgbOf } = await load("colour.js");
+const { hiddenColour, indexAt, layout, litIn, pixels, placeOf, tint } = await load("paint.js");
 
 test("who sees the future, and which later token a row leans on", () => {
   assert.equal(seesFuture(allowed(parseMask("causal"), 4, 4), 4, 4), false);
@@ -79,4 +80,28 @@ test("a packed picture: from the most exact on, down to a small one, in letters 
   const long = "A".repeat(30000);
   assert.equal(formatState({ ...DEFAULTS, pixels: long, packed: "AAA" }), "packed=AAA");
   assert.equal(formatState({ ...DEFAULTS, pixels: long }), "");
+});
+
+test("pixels: a colour for each number, the largest of many, the hue of its head, and grey for what is hidden", () => {
+  globalThis.ImageData ??= /** @type {any} */ (class {
+    constructor(width, height) {
+      Object.assign(this, { width, height, data: new Uint8ClampedArray(4 * width * height) });
+    }
+  });
+  const t = { shape: [2, 4], data: Float32Array.from([0, 1, -1, 0.5, -Infinity, 0.25, -2, 2]) };
+  const view = { name: "t", t, rows: [0], columns: [1] };
+  const ink = { scale: { kind: "diverging", low: -2, high: 2 }, theme: "light" };
+  const rgb = (image, x, y) => [...image.data.subarray(4 * (y * image.width + x), 4 * (y * image.width + x) + 3)];
+  const colour = (value) => [...rgbOf(ink.scale, value, "light")];
+  const whole = pixels(view, layout(view), ink, 100, 100);
+  assert.deepEqual([whole.width, whole.height, whole.data[3]], [4, 2, 255]);
+  assert.deepEqual([rgb(whole, 1, 0), rgb(whole, 2, 0), rgb(whole, 3, 1)], [colour(1), colour(-1), colour(2)]);
+  assert.deepEqual(rgb(whole, 0, 1), hiddenColour("light"));
+  const small = pixels(view, layout(view), ink, 2, 1); // four cells to a pixel
+  assert.deepEqual([rgb(small, 0, 0), rgb(small, 1, 0)], [colour(1), colour(-2)]);
+  const hue = (h, value) => [...tint(h, "light").subarray(3 * Math.min(255, Math.floor((Math.abs(value) / 2) * 256))).subarray(0, 3)];
+  const across = pixels(view, layout(view), { ...ink, heads: 2, of: { along: "columns", size: 2, first: 0 } }, 9, 9);
+  assert.deepEqual([rgb(across, 1, 0), rgb(across, 2, 0), rgb(across, 2, 1)], [hue(0, 1), hue(1, -1), hue(1, -2)]);
+  const down = pixels(view, layout(view), { ...ink, heads: 3, of: { along: "rows", size: 1, first: 1 } }, 9, 9);
+  assert.deepEqual([rgb(down, 1, 0), rgb(down, 1, 1)], [hue(1, 1), hue(2, 0.25)]);
 });

@@ -136,11 +136,11 @@ export function createApp(store, session, mode) {
       const { colour, step } = store.get();
       return colour === "auto" ? [2, 5, 6, 7].includes(step) : colour === "heads";
     },
-    /** How a tensor is coloured. `by`: "heads" where it may be coloured by head, or how to tell whose a cell is. @param {string} name @param {any} [by] */
+    /** How a tensor is coloured. `by`: whose its cells are, where it may be coloured by head. @param {string} name @param {import("./paint.js").Whose | null} [by] */
     ink(name, by = null) {
       const heads = session.scene.get().layer.sizes.H;
-      const headOf = by && app.coloursByHead() ? (typeof by === "function" ? by : () => 0) : undefined;
-      return { scale: scaleFor(name), theme: theme(), heads, headOf };
+      const of = by && app.coloursByHead() ? by : undefined;
+      return { scale: scaleFor(name), theme: theme(), heads, of };
     },
     /** Lock a cell or a token; the same again frees it. @param {Cell} cell @param {boolean} [follow] go where it is shown */
     lock(cell, follow = false) {

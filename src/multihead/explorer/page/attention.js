@@ -11,38 +11,83 @@ import { tensor, swapAxes } from "./tensor.js";
 /** What is changed in a call. `off`: a head's number → "zero" or "mean". `output: false` leaves W_o out.
  * @typedef {{allowed?: Uint8Array | null, off?: Map<number, string>, mixing?: boolean}} Edits */
 
-/** x (N, I) times w (I, O), plus a bias (O). Four rows at a time: each row of w is read once for all of them.
+/** x (N, I) times w (I, O), plus a bias (O). Four rows by four columns of x at a time: each number of w is read once for
+ * four rows, and each sum is written once for four products.
  * @param {Float32Array} x @param {Float32Array} w @param {Float32Array | null} bias @param {number} N @param {number} I @param {number} O */
 export function multiply(x, w, bias, N, I, O) {
   const out = new Float32Array(N * O);
   const sums = [0, 1, 2, 3].map(() => new Float64Array(O));
-  const [s0, s1, s2, s3] = sums;
   for (let n = 0; n < N; n += 4) {
     const rows = Math.min(4, N - n);
-    for (const s of sums) s.fill(0);
-    for (let i = 0; i < I; i++) {
-      const a = x[n * I + i];
-      const b = rows > 1 ? x[(n + 1) * I + i] : 0;
-      const c = rows > 2 ? x[(n + 2) * I + i] : 0;
-      const d = rows > 3 ? x[(n + 3) * I + i] : 0;
-      if (rows === 1) for (let o = 0, at = i * O; o < O; o++, at++) s0[o] += a * w[at];
-      else {
-        for (let o = 0, at = i * O; o < O; o++, at++) {
-          const weight = w[at];
-          s0[o] += a * weight;
-          s1[o] += b * weight;
-          s2[o] += c * weight;
-          s3[o] += d * weight;
-        }
-      }
-    }
+    for (const sum of sums) sum.fill(0);
+    if (rows === 4) fourRows(x, w, n * I, I, O, sums);
+    else for (let r = 0; r < rows; r++) addRows(x.subarray((n + r) * I, (n + r + 1) * I), w, null, I, 0, O, sums[r]);
     for (let r = 0; r < rows; r++) {
-      const s = sums[r];
+      const sum = sums[r];
       const at = (n + r) * O;
-      for (let o = 0; o < O; o++) out[at + o] = bias ? s[o] + bias[o] : s[o];
+      if (bias) for (let o = 0; o < O; o++) out[at + o] = sum[o] + bias[o];
+      else out.set(sum, at);
     }
   }
   return out;
+}
+
+/** The products of four rows of x, which begin at `first`, added to four sums. @param {Float32Array} x @param {Float32Array} w @param {number} first @param {number} I @param {number} O @param {Float64Array[]} sums */
+function fourRows(x, w, first, I, O, [s0, s1, s2, s3]) {
+  const [r0, r1, r2, r3] = [first, first + I, first + 2 * I, first + 3 * I];
+  const whole = I - (I % 4);
+  for (let i = 0; i < whole; i += 4) {
+    const [a0, a1, a2, a3] = [x[r0 + i], x[r0 + i + 1], x[r0 + i + 2], x[r0 + i + 3]];
+    const [b0, b1, b2, b3] = [x[r1 + i], x[r1 + i + 1], x[r1 + i + 2], x[r1 + i + 3]];
+    const [c0, c1, c2, c3] = [x[r2 + i], x[r2 + i + 1], x[r2 + i + 2], x[r2 + i + 3]];
+    const [d0, d1, d2, d3] = [x[r3 + i], x[r3 + i + 1], x[r3 + i + 2], x[r3 + i + 3]];
+    for (let o = 0, at = i * O; o < O; o++, at++) {
+      const w0 = w[at];
+      const w1 = w[at + O];
+      const w2 = w[at + 2 * O];
+      const w3 = w[at + 3 * O];
+      s0[o] += a0 * w0 + a1 * w1 + (a2 * w2 + a3 * w3);
+      s1[o] += b0 * w0 + b1 * w1 + (b2 * w2 + b3 * w3);
+      s2[o] += c0 * w0 + c1 * w1 + (c2 * w2 + c3 * w3);
+      s3[o] += d0 * w0 + d1 * w1 + (d2 * w2 + d3 * w3);
+    }
+  }
+  for (let i = whole; i < I; i++) {
+    for (let o = 0, at = i * O; o < O; o++, at++) {
+      const weight = w[at];
+      s0[o] += x[r0 + i] * weight;
+      s1[o] += x[r1 + i] * weight;
+      s2[o] += x[r2 + i] * weight;
+      s3[o] += x[r3 + i] * weight;
+    }
+  }
+}
+
+/** Rows of w, each times its factor, added to one sum, four at a time. `chosen`: which rows, unless the first `count`.
+ * @param {Float32Array} factors @param {Float32Array} w @param {Int32Array | null} chosen @param {number} count @param {number} first where w begins @param {number} O @param {Float64Array} sum */
+function addRows(factors, w, chosen, count, first, O, sum) {
+  let n = 0;
+  for (; n + 4 <= count; n += 4) {
+    const i = chosen ? chosen[n] : n;
+    const j = chosen ? chosen[n + 1] : n + 1;
+    const k = chosen ? chosen[n + 2] : n + 2;
+    const l = chosen ? chosen[n + 3] : n + 3;
+    const a = factors[i];
+    const b = factors[j];
+    const c = factors[k];
+    const d = factors[l];
+    const ai = first + i * O;
+    const bi = first + j * O;
+    const ci = first + k * O;
+    const di = first + l * O;
+    for (let o = 0; o < O; o++) sum[o] += a * w[ai + o] + b * w[bi + o] + (c * w[ci + o] + d * w[di + o]);
+  }
+  for (; n < count; n++) {
+    const i = chosen ? chosen[n] : n;
+    const a = factors[i];
+    const ai = first + i * O;
+    for (let o = 0; o < O; o++) sum[o] += a * w[ai + o];
+  }
 }
 
 /** Step 1: every item times every head's matrix. @param {Floats} x (N, E) @param {Floats} w (E, H, D) @param {Floats} [bias] (H, D) */
@@ -130,15 +175,20 @@ export function hide(scores, allowed, softcap) {
 export function weigh(masked, sinks) {
   const [H, Q, K] = masked.shape;
   const out = tensor(masked.shape);
+  const powers = new Float64Array(K);
   for (let h = 0; h < H; h++) {
     for (let q = 0; q < Q; q++) {
       const at = (h * Q + q) * K;
+      const row = masked.data.subarray(at, at + K);
       let top = sinks ? sinks[h] : -Infinity;
-      for (let k = 0; k < K; k++) if (masked.data[at + k] > top) top = masked.data[at + k];
+      for (let k = 0; k < K; k++) if (row[k] > top) top = row[k];
       if (top === -Infinity) continue;
       let total = sinks ? Math.exp(sinks[h] - top) : 0;
-      for (let k = 0; k < K; k++) total += Math.exp(masked.data[at + k] - top);
-      for (let k = 0; k < K; k++) out.data[at + k] = Math.exp(masked.data[at + k] - top) / total;
+      for (let k = 0; k < K; k++) {
+        powers[k] = row[k] === -Infinity ? 0 : Math.exp(row[k] - top);
+        total += powers[k];
+      }
+      for (let k = 0; k < K; k++) out.data[at + k] = powers[k] / total;
     }
   }
   return out;
@@ -150,16 +200,15 @@ export function mix(weights, v) {
   const [G, , V] = v.shape;
   const out = tensor([H, Q, V]);
   const sum = new Float64Array(V);
+  const seen = new Int32Array(K);
   for (let h = 0; h < H; h++) {
     const g = Math.floor(h / (H / G));
     for (let q = 0; q < Q; q++) {
+      const row = weights.data.subarray((h * Q + q) * K, (h * Q + q + 1) * K);
+      let count = 0;
+      for (let k = 0; k < K; k++) if (row[k] !== 0) seen[count++] = k; // what is hidden, even NaN, stays out
       sum.fill(0);
-      for (let k = 0; k < K; k++) {
-        const weight = weights.data[(h * Q + q) * K + k];
-        if (weight === 0) continue; // what is hidden, even NaN, stays out
-        const at = (g * K + k) * V;
-        for (let d = 0; d < V; d++) sum[d] += weight * v.data[at + d];
-      }
+      addRows(row, v.data, seen, count, g * K * V, V, sum);
       out.data.set(sum, (h * Q + q) * V);
     }
   }
@@ -192,14 +241,24 @@ export function output(merged, w, bias) {
   return tensor([N, E], multiply(merged.data, w.data, bias?.data ?? null, N, H * V, E));
 }
 
-/** Steps 3 to 7 from q_heads, k_heads and v_heads. `scores` is taken as it is where it is known; without w_o there is
- * no output. @param {Layer} layer @param {Record<string, Floats>} known @param {Edits} edits @returns {Record<string, Floats>} */
-export function attend(layer, known, edits) {
+/** Step 3 from q_heads and k_heads. `scores` is taken as it is where it is known.
+ * @param {Layer} layer @param {Record<string, Floats>} known @param {Edits} edits @returns {Record<string, Floats>} */
+export function compare(layer, known, edits) {
   const scores = known.scores ?? score(known.q_heads, known.k_heads, layer.scale);
   const masked = hide(scores, edits.allowed ?? null, layer.softcap);
-  const weights = weigh(masked, known.sinks?.data);
-  const heads = switchOff(mix(weights, known.v_heads), edits.off ?? new Map());
-  return { scores, masked, weights, ...merge(known, heads, edits) };
+  return { scores, masked, weights: weigh(masked, known.sinks?.data) };
+}
+
+/** Steps 4 to 7 from weights and v_heads; without w_o there is no output.
+ * @param {Record<string, Floats>} known @param {Edits} edits @returns {Record<string, Floats>} */
+export function gather(known, edits) {
+  return merge(known, switchOff(mix(known.weights, known.v_heads), edits.off ?? new Map()), edits);
+}
+
+/** Steps 3 to 7. @param {Layer} layer @param {Record<string, Floats>} known @param {Edits} edits @returns {Record<string, Floats>} */
+export function attend(layer, known, edits) {
+  const compared = compare(layer, known, edits);
+  return { ...compared, ...gather({ ...known, ...compared }, edits) };
 }
 
 /** Steps 5 to 7 from what the heads put out. @param {Record<string, Floats>} known @param {Floats} heads @param {Edits} edits */

@@ -144,11 +144,15 @@ export function scaleOf(name, ...tensors) {
   return { kind: "diverging", low: -high, high };
 }
 
-/** A colour as CSS. @param {Scale} scale @param {number} value @param {Theme} theme */
-export function cssColour(scale, value, theme) {
-  const colours = table(scale.kind, theme);
+/** The colour of a number: red, green and blue. @param {Scale} scale @param {number} value @param {Theme} theme */
+export function rgbOf(scale, value, theme) {
   const i = 3 * place(value, scale.low, scale.high);
-  return `rgb(${colours[i]} ${colours[i + 1]} ${colours[i + 2]})`;
+  return table(scale.kind, theme).subarray(i, i + 3);
+}
+
+/** The same as CSS. @param {Scale} scale @param {number} value @param {Theme} theme */
+export function cssColour(scale, value, theme) {
+  return `rgb(${rgbOf(scale, value, theme).join(" ")})`;
 }
 
 /** Which of the eight hues head h of H has: with more than eight heads, neighbours share one.
@@ -162,17 +166,12 @@ export function headColour(h, heads, theme) {
   return HUES[theme][hueOf(h, heads)];
 }
 
-/** @type {Map<string, number[]>} */
-const labs = new Map();
-
-/** Colours blended by their shares, in OKLab. @param {{colour: string, share: number}[]} parts */
-export function blend(parts) {
-  const total = parts.reduce((sum, part) => sum + part.share, 0) || 1;
+/** Colours of OKLab blended by their shares, as red, green and blue. @param {number[][]} labs @param {number[]} shares */
+export function blend(labs, shares) {
+  const total = shares.reduce((sum, share) => sum + share, 0) || 1;
   const lab = [0, 0, 0];
-  for (const { colour, share } of parts) {
-    const found = labs.get(colour) ?? toOklab(parseHex(colour));
-    labs.set(colour, found);
-    for (let n = 0; n < 3; n++) lab[n] += (found[n] * share) / total;
-  }
+  shares.forEach((share, n) => {
+    for (let c = 0; c < 3; c++) lab[c] += (labs[n][c] * share) / total;
+  });
   return fromOklab(lab).map(Math.round);
 }

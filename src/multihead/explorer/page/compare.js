@@ -5,6 +5,9 @@ import { el } from "./dom.js";
 import { numberText } from "./explain.js";
 import { createGrid } from "./grid.js";
 
+const KEYED = ["scores", "masked", "weights"]; // whose columns are keys
+const percent = (/** @type {number} */ share) => `${(100 * share).toFixed(1)} %`;
+
 /** @param {any} app */
 export function createCompare(app) {
   const { store, session } = app;
@@ -14,16 +17,31 @@ export function createCompare(app) {
   const words = el("p", { class: "hint", id: "compare-words" });
   const says = el("p", { class: "said", id: "compare-says", role: "status" });
   const local = Object.create(app, { lit: { value: () => new Map() }, focus: { value: () => null } });
-  const said = (/** @type {string} */ side) => (/** @type {number} */ r, /** @type {number} */ c, /** @type {number} */ v) => `${side}, row ${r}, column ${c}: ${numberText(v)}`;
+  const names = (/** @type {string} */ axis, /** @type {string} */ name, /** @type {number} */ size) => {
+    const scene = session.scene.get();
+    const found = axis === "row" ? (/^[kv](_heads)?$/.test(name) ? scene.keyLabels : scene.labels) : KEYED.includes(name) ? scene.keyLabels : null;
+    return found?.length === size ? found : undefined;
+  };
+  const said = (/** @type {string} */ side) => (/** @type {number} */ r, /** @type {number} */ c, /** @type {number} */ v) => `${side}, ${rowNames?.[r] ?? `row ${r}`}${columnNames ? ` → ${columnNames[c]}` : `, column ${c}`}: ${numberText(v)}`;
+  /** @type {string[] | undefined} */
+  let rowNames;
+  /** @type {string[] | undefined} */
+  let columnNames;
   const grids = ["left", "right", "gap"].map((id) => createGrid(local, { id: `compare-${id}`, height: 260, cell: 30, say: said(id === "gap" ? "the difference" : id === "left" ? "first" : "second") }));
-  const node = el("section", { class: "compare", "aria-labelledby": "compare-title", hidden: true }, title, verdict, words, list, says, el("div", { class: "row" }, ...grids.map((grid) => grid.node)));
+  const layers = el("ol", { class: "compare-list compare-layers", "aria-label": "Layers of both" });
+  const whole = el("p", { class: "said", id: "compare-whole", role: "status" });
+  const guesses = el("table", { class: "compare-predictions" });
+  const node = el("section", { class: "compare", "aria-labelledby": "compare-title", hidden: true }, title, verdict, words, whole, layers, guesses, list, says, el("div", { class: "row" }, ...grids.map((grid) => grid.node)));
   /** @type {any} */
   let answer = null;
   let asked = "";
+  /** @type {any} */
+  let all = null; // of both models as wholes
 
   async function load() {
     const { layer } = store.get();
-    const request = { model: session.model().id, layer, input: session.inputOf(store.get()) };
+    const about = { model: session.model().id, input: session.inputOf(store.get()) };
+    const request = { ...about, layer };
     const key = JSON.stringify(request);
     if (key === asked) return;
     asked = key;
@@ -31,9 +49,48 @@ export function createCompare(app) {
       const found = await session.python.ask("compare", request);
       if (asked === key) answer = found;
       update();
+      await oversee(about);
     } catch (error) {
       session.complain(error);
     }
+  }
+
+  let overseen = "";
+  /** Both models as wholes: once for each input. @param {any} about */
+  async function oversee(about) {
+    const key = JSON.stringify(about.input);
+    if (key === overseen) return;
+    overseen = key;
+    try {
+      const { meta } = await session.python.ask("overview", about);
+      if (overseen !== key) return;
+      all = meta;
+    } catch (error) {
+      overseen = "";
+      throw error;
+    }
+    update();
+  }
+
+  /** Which layer differs first, each layer to click on, and the two predictions. */
+  function showWhole() {
+    const many = all !== null && all.layers.length > 1;
+    layers.hidden = whole.hidden = !many;
+    guesses.hidden = !all?.predictions;
+    if (!all) return;
+    const first = all.layers[all.first];
+    whole.textContent = !first ? "Every layer is the same in both." : `${first.name} differs first, in ${first.first}${first.first === "x" ? ": what goes into it differs already, so look before it" : ""}.`;
+    layers.replaceChildren(...all.layers.map((/** @type {any} */ row, /** @type {number} */ n) => el("li", {}, el("button", { type: "button", "data-layer": String(n), class: n === all.first ? "first" : "", "aria-pressed": String(n === store.get().layer), onclick: () => store.set({ layer: n, tensor: "", at: "" }, { push: true }) },
+      el("span", { text: row.same ? "=" : "≠", "aria-hidden": "true" }), el("b", { text: row.name }), el("span", { class: "hint", text: row.same ? "equal" : `from ${row.first} on${row.most === null ? "" : `, output up to ${numberText(row.most)} apart`}` })))));
+    showGuesses(all.predictions);
+  }
+
+  function showGuesses(/** @type {any} */ found) {
+    if (!found) return;
+    const heading = el("caption", { text: found.says ? `The predictions cannot be set side by side: ${found.says}.` : `What each predicts, at most ${percent(found.most)} apart` });
+    const rows = (found.rows ?? []).map((/** @type {any} */ row) => el("tr", {}, el("th", { scope: "row" }, el("bdi", { text: row.text })), el("td", { text: percent(row.left) }), el("td", { text: percent(row.right) })));
+    const head = found.rows ? [el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "next" }), ...[answer.meta.left, answer.meta.right].map((text) => el("th", { scope: "col", text }))))] : [];
+    guesses.replaceChildren(heading, ...head, el("tbody", {}, ...rows));
   }
 
   function chosen() {
@@ -75,7 +132,9 @@ export function createCompare(app) {
       const byHead = three && !["q", "k", "v", "transposed"].includes(name); // heads come first from step 2 on
       const h = byHead ? Math.min(head, t.shape[0] - 1) : 0;
       const view = byHead ? { name: `compare-${n}`, t, rows: [1], columns: [2], fixed: { 0: h } } : { name: `compare-${n}`, t, rows: [0], columns: three ? [1, 2] : [1] };
-      grids[n].show({ view, ink: { scale: n === 2 ? scaleOf("gap", t.data) : scale, theme: app.theme() }, name: n === 2 ? "difference" : name, note: `${n === 2 ? "second less first" : titles[n]}${byHead ? `, head ${h}` : ""}` });
+      rowNames = names("row", name, t.shape[byHead ? 1 : 0]);
+      columnNames = names("column", name, t.shape[2]);
+      grids[n].show({ view, rowLabels: rowNames, columnLabels: columnNames, ink: { scale: n === 2 ? scaleOf("gap", t.data) : scale, theme: app.theme() }, name: n === 2 ? "difference" : name, note: `${n === 2 ? "second less first" : titles[n]}${byHead ? `, head ${h}` : ""}` });
     });
     const row = answer.meta.rows.find((/** @type {any} */ r) => r.name === name);
     says.textContent = row.same === null ? `${name} is ${row.says}.` : row.same ? `${name} is the same in both.` : `${name} differs: ${row.says || `most at [${row.at.join(", ")}], by ${numberText(row.most ?? Infinity)}`}.`;
@@ -92,6 +151,7 @@ export function createCompare(app) {
     words.textContent = answer.meta.words.join(" ");
     words.hidden = !words.textContent;
     showVerdict(report);
+    showWhole();
     list.replaceChildren(...answer.meta.rows.map(item));
     showTensors();
   }

@@ -1,19 +1,19 @@
 // A tensor on a canvas: cells, labels, a cursor for the pointer and the arrow keys, and the light that falls on the
 // rows and columns a chosen number was made of.
 
-import { headColour, cssColour } from "./colour.js";
+import { headColour, rgbOf } from "./colour.js";
 import { el } from "./dom.js";
 import { numberText, titleOf } from "./explain.js";
-import { bitmap, fit, indexAt, layout, litIn, pixels, placeOf, shorten } from "./paint.js";
+import { bitmap, fit, indexAt, layout, litIn, pixels, placeOf, shorten, widthOf } from "./paint.js";
 import { shapeText } from "./tensor.js";
 
 const FONT = "12px system-ui, sans-serif";
 const BAND = 7; // pixels of the band that says which head a column belongs to
 
-/** What a grid shows. `rowRole`: whether a row's label stands for a query or a key.
+/** What a grid shows. `lane`: a picture with one pixel for each column. `rowRole`: whether a row's label stands for a query or a key.
  * @typedef {{view: import("./paint.js").View, ink: import("./paint.js").Ink, name?: string, note?: string,
  *   rowLabels?: string[], columnLabels?: string[], rowRole?: "query" | "key", columnRole?: "query" | "key",
- *   bands?: {size: number, heads: number, first?: number}, rowBands?: {size: number, heads: number}, lane?: string[],
+ *   bands?: {size: number, heads: number, first?: number}, rowBands?: {size: number, heads: number}, lane?: HTMLCanvasElement,
  *   reveal?: number | null, drop?: number | null, alpha?: Float32Array | null, edge?: string}} Shown */
 
 /** @param {any} app @param {{square?: boolean, height?: number, cell?: number, id: string, bare?: boolean, say?: (row: number, column: number, value: number) => string}} options
@@ -45,7 +45,7 @@ export function createGrid(app, options) {
     const s = /** @type {Shown} */ (shown);
     const ctx = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     ctx.font = FONT;
-    const widest = (/** @type {string[]} */ labels) => labels.reduce((most, label) => Math.max(most, ctx.measureText(label).width), 0);
+    const widest = (/** @type {string[]} */ labels) => labels.reduce((most, label) => Math.max(most, widthOf(ctx, label)), 0);
     const left = (s.rowLabels ? Math.min(Math.max(56, width * 0.2), 8 + widest(s.rowLabels)) : 0) + (s.rowBands ? BAND + 3 : 0);
     const upright = s.columnLabels ? Math.min(84, 8 + widest(s.columnLabels) * 0.87) : 0;
     const top = Math.max(s.rowLabels ? 6 : 0, upright + (s.bands ? BAND + 3 : 0) + (s.lane ? BAND + 5 : 0));
@@ -164,10 +164,7 @@ export function createGrid(app, options) {
       }
     }
     if (s.lane) {
-      s.lane.forEach((colour, c) => {
-        ctx.fillStyle = colour;
-        ctx.fillRect(box.left + c * box.cw, box.top - BAND - 4, box.cw + 0.5, BAND + 2);
-      });
+      ctx.drawImage(s.lane, box.left, box.top - BAND - 4, box.width, BAND + 2);
     }
   }
 
@@ -301,7 +298,7 @@ export function createGrid(app, options) {
     canvas,
     /** @param {Shown} next */
     show(next) {
-      const kind = (/** @type {Shown} */ s) => JSON.stringify([s.view.fixed, s.view.rows, s.rowLabels?.length, s.rowLabels?.[0], s.ink, !s.ink.headOf, !s.bands, !s.lane, s.name, s.note, s.edge]);
+      const kind = (/** @type {Shown} */ s) => JSON.stringify([s.view.fixed, s.view.rows, s.rowLabels?.length, s.rowLabels?.[0], s.ink, !s.bands, !s.lane, s.name, s.note, s.edge]);
       const now = kind(next);
       const same = cells && next.view.t === shown?.view.t && next.rowLabels === shown.rowLabels && now === key;
       key = now;
@@ -354,15 +351,12 @@ export function createLegend() {
     node,
     /** @param {import("./paint.js").Ink} ink */
     show(ink) {
-      const byHead = Boolean(ink.headOf);
+      const byHead = Boolean(ink.of);
       low.textContent = byHead ? "0" : numberText(ink.scale.low);
       high.textContent = byHead ? `±${numberText(ink.scale.high)} by head` : numberText(ink.scale.high);
-      const ctx = fit(bar, 72, 8);
-      for (let x = 0; x < 72; x++) {
-        ctx.fillStyle = cssColour(ink.scale, ink.scale.low + ((ink.scale.high - ink.scale.low) * (x + 0.5)) / 72, ink.theme);
-        if (byHead) ctx.fillStyle = `rgb(128 128 128 / ${((x + 1) / 72).toFixed(2)})`;
-        ctx.fillRect(x, 0, 1.5, 8);
-      }
+      const image = new ImageData(72, 1);
+      for (let x = 0; x < 72; x++) image.data.set(byHead ? [128, 128, 128, (255 * (x + 1)) / 72] : [...rgbOf(ink.scale, ink.scale.low + ((ink.scale.high - ink.scale.low) * (x + 0.5)) / 72, ink.theme), 255], 4 * x);
+      fit(bar, 72, 8).drawImage(bitmap(image), 0, 0, 72, 8);
     },
   };
 }

@@ -42,6 +42,26 @@ export function createNumber(app) {
     return { name: "weights", index: [h, q, k] };
   }
 
+  /** The largest number that the step on the stage makes of that row. @param {any} scene */
+  function made(scene) {
+    const { step, part, head } = app.store.get();
+    const name = ["", part, `${part}_heads`, "weights", "heads", "transposed", "merged", "output"][step];
+    const t = scene.tensors[name];
+    if (step === 3 || !t || app.pointed()) return instance(scene);
+    const { H, V } = scene.layer.sizes;
+    const first = step === 2 || step === 4; // whether heads come first
+    const heads = t.shape.length === 3 ? t.shape[first ? 0 : 1] : H;
+    const h = Math.floor((Math.min(head, H - 1) * heads) / H);
+    const n = t.shape[first ? 1 : 0] - 1;
+    const [from, to] = step === 6 ? [h * V, (h + 1) * V] : [0, t.shape[t.shape.length - 1]];
+    const index = (/** @type {number} */ d) => (t.shape.length === 2 ? [n, d] : first ? [h, n, d] : [n, h, d]);
+    const value = (/** @type {number} */ d) => Math.abs(t.data[index(d).reduce((at, i, axis) => at * t.shape[axis] + i, 0)]);
+    let most = from;
+    for (let d = from; d < to; d++) if (value(d) > value(most)) most = d;
+    return { name, index: index(most) };
+  }
+
+  let shown = { scene: /** @type {any} */ (null), cell: "", theme: "" };
   let width = 0;
   let tallest = 0;
   /** As tall as it has been at this width: what stands below must not jump while one points here and there. */
@@ -57,25 +77,29 @@ export function createNumber(app) {
     if (!scene) return;
     const locked = parseCell(app.store.get().at);
     const pointed = app.focus();
-    const cell = exists(scene, pointed) ? pointed : instance(scene);
-    const made = explain(scene, cell);
+    const cell = exists(scene, pointed) ? pointed : made(scene);
+    const said = explain(scene, cell);
     const isLocked = locked !== null && formatCell(cell) === formatCell(locked);
     lead.textContent = isLocked ? "Locked" : exists(scene, pointed) ? "Under the pointer" : app.pointed() ? "The largest weight of this token" : "For instance. Point at any number; click to lock it.";
-    title.textContent = made.title;
-    value.textContent = `= ${numberText(made.value)}`;
-    formula.textContent = made.formula;
-    lines.replaceChildren(...made.lines.map((text) => el("p", { text })));
-    const most = made.terms.reduce((m, term) => Math.max(m, Math.abs(term.value)), 1e-30);
-    terms.classList.toggle("signed", made.bars === "signed");
-    terms.replaceChildren(...made.terms.map((term) => row(scene, term, made.bars === "share" ? 1 : most, made.bars)));
-    const own = made.bars === "share" ? made.terms.findIndex((term) => term.cells[0]?.index[2] === cell.index[2]) : -1;
-    terms.children[own]?.classList.add("own");
-    rest.textContent = made.rest ? `The other ${made.rest.count} add ${numberText(made.rest.value)}.` : "";
     back.disabled = at <= 0;
     forward.disabled = at >= path.length - 1;
     free.disabled = !app.store.get().at;
+    const now = { scene, cell: formatCell(cell), theme: app.theme() };
+    if (now.scene === shown.scene && now.cell === shown.cell && now.theme === shown.theme) return; // a term under the pointer stays the one that is clicked
+    shown = now;
+    title.textContent = said.title;
+    value.textContent = `= ${numberText(said.value)}`;
+    formula.textContent = said.formula;
+    lines.replaceChildren(...said.lines.map((text) => el("p", { text })));
+    const most = said.terms.reduce((m, term) => Math.max(m, Math.abs(term.value)), 1e-30);
+    terms.classList.toggle("signed", said.bars === "signed");
+    terms.classList.toggle("shares", said.bars === "share");
+    terms.replaceChildren(...said.terms.map((term) => row(scene, term, said.bars === "share" ? 1 : most, said.bars)));
+    const own = said.bars === "share" ? said.terms.findIndex((term) => term.cells[0]?.index[2] === cell.index[2]) : -1;
+    terms.children[own]?.classList.add("own");
+    rest.textContent = said.rest ? `The other ${said.rest.count} add ${numberText(said.rest.value)}.` : "";
     holdPlace();
-    if (exists(scene, pointed)) app.live(`${made.title} = ${numberText(made.value)}`);
+    if (exists(scene, pointed)) app.live(`${said.title} = ${numberText(said.value)}`);
   }
 
   function row(/** @type {any} */ scene, /** @type {any} */ term, /** @type {number} */ most, /** @type {string} */ bars) {

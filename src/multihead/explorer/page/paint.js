@@ -1,13 +1,15 @@
 // From numbers to pixels: a slice of a tensor, its colours, and where its cells lie. Nothing here knows the page.
 
-import { HUES, hueOf, parseHex, place, table, toOklab, fromOklab } from "./colour.js";
+import { HUES, hueOf, parseHex, table, toOklab, fromOklab } from "./colour.js";
 
 /** A tensor laid out flat: `rows` and `columns` are the axes that run down and across, `fixed` holds the others.
  * @typedef {{name: string, t: {shape: number[], data: any}, rows: number[], columns: number[], fixed?: Record<number, number>}} View */
 /** @typedef {{R: number, C: number, down: Int32Array, across: Int32Array, base: number}} Layout */
 /** @typedef {"light" | "dark"} Theme */
-/** How numbers become colours: a scale, and for colours by head the axis that says which head it is.
- * @typedef {{scale: import("./colour.js").Scale, theme: Theme, heads?: number, headOf?: (row: number, column: number) => number}} Ink */
+/** Whose a cell is, where cells are coloured by head: `size` rows or columns belong to one, those of head `first` in front.
+ * @typedef {{along: "rows" | "columns", size: number, first: number}} Whose */
+/** How numbers become colours: a scale, and for colours by head whose the cells are.
+ * @typedef {{scale: import("./colour.js").Scale, theme: Theme, heads?: number, of?: Whose}} Ink */
 
 /** @param {number[]} shape @param {number[]} axes */
 function offsets(shape, axes) {
@@ -51,12 +53,13 @@ export function placeOf(view, index) {
 function runs(view, axes, index) {
   const total = axes.reduce((p, axis) => p * view.t.shape[axis], 1);
   if (axes.every((axis) => index[axis] === null)) return [[0, total]];
+  const inner = [...axes].reverse();
   /** @type {[number, number][]} */
   const found = [];
   for (let at = 0; at < total; at++) {
     let rest = at;
     let lit = true;
-    for (const axis of [...axes].reverse()) {
+    for (const axis of inner) {
       const size = view.t.shape[axis];
       if (index[axis] !== null && index[axis] !== rest % size) lit = false;
       rest = Math.floor(rest / size);
@@ -102,6 +105,26 @@ export function hiddenColour(theme) {
   return theme === "dark" ? [44, 47, 54] : [224, 226, 230];
 }
 
+/** A table of colours as whole pixels. @type {WeakMap<Uint8Array, Uint32Array>} */
+const packed = new WeakMap();
+const opaque = (/** @type {number} */ r, /** @type {number} */ g, /** @type {number} */ b) => new Uint32Array(Uint8Array.of(r, g, b, 255).buffer)[0];
+
+function pack(/** @type {Uint8Array} */ colours) {
+  let found = packed.get(colours);
+  if (!found) {
+    found = Uint32Array.from({ length: colours.length / 3 }, (_, i) => opaque(colours[3 * i], colours[3 * i + 1], colours[3 * i + 2]));
+    packed.set(colours, found);
+  }
+  return found;
+}
+
+/** Whose table each row (or column) of pixels takes, for colours by head; null where one table serves all. @param {Ink} ink @param {"rows" | "columns"} along @param {number} count of pixels @param {number} cells that they show */
+function tables(ink, along, count, cells) {
+  const { heads, of, theme } = ink;
+  if (!heads || of?.along !== along) return null;
+  return Array.from({ length: count }, (_, p) => pack(tint(hueOf(of.first + Math.floor(Math.floor((p * cells) / count) / of.size), heads), theme)));
+}
+
 /** Pixels of a view, at most `width` × `height`: where cells are smaller than a pixel, the largest of them shows.
  * @param {View} view @param {Layout} at @param {Ink} ink @param {number} width @param {number} height */
 export function pixels(view, at, ink, width, height) {
@@ -109,46 +132,44 @@ export function pixels(view, at, ink, width, height) {
   const W = Math.max(1, Math.min(C, Math.floor(width)));
   const H = Math.max(1, Math.min(R, Math.floor(height)));
   const image = new ImageData(W, H);
-  const out = image.data;
-  const { scale, theme } = ink;
-  const colours = table(scale.kind, theme);
-  const hidden = hiddenColour(theme);
+  const out = new Uint32Array(image.data.buffer);
+  const { scale, theme, of } = ink;
+  const [r, g, b] = hiddenColour(theme);
+  const hidden = opaque(r, g, b);
   const data = view.t.data;
-  const exact = W === C && H === R;
-  const hues = ink.headOf ? HUES[theme].map((_, hue) => tint(hue, theme)) : [];
+  const rows = tables(ink, "rows", H, R);
+  const columns = tables(ink, "columns", W, C);
+  const plain = pack(table(scale.kind, theme));
+  const low = of ? 0 : scale.low;
+  const steps = scale.high > low ? 256 / (scale.high - low) : 0;
+  const lefts = Int32Array.from({ length: W + 1 }, (_, x) => Math.floor((x * C) / W));
   for (let y = 0; y < H; y++) {
     const top = Math.floor((y * R) / H);
-    const bottom = exact ? top + 1 : Math.max(top + 1, Math.floor(((y + 1) * R) / H));
+    const bottom = Math.max(top + 1, Math.floor(((y + 1) * R) / H));
+    const ofRow = rows ? rows[y] : plain;
     for (let x = 0; x < W; x++) {
-      const left = Math.floor((x * C) / W);
+      const left = lefts[x];
       let value = data[base + down[top] + across[left]];
-      if (!exact) {
-        const right = Math.max(left + 1, Math.floor(((x + 1) * C) / W));
-        for (let r = top; r < bottom; r++) {
+      const right = lefts[x + 1];
+      if (bottom - top > 1 || right - left > 1) {
+        let size = value === -Infinity ? -1 : Math.abs(value);
+        for (let i = top; i < bottom; i++) {
+          const start = base + down[i];
           for (let c = left; c < right; c++) {
-            const v = data[base + down[r] + across[c]];
-            if (Math.abs(v) > Math.abs(value) || value === -Infinity) value = v;
+            const v = data[start + across[c]];
+            const s = v < 0 ? -v : v;
+            if (s > size && s !== Infinity) {
+              size = s;
+              value = v;
+            }
           }
         }
       }
-      const o = 4 * (y * W + x);
-      if (!(value > -Infinity && value < Infinity)) {
-        out[o] = hidden[0];
-        out[o + 1] = hidden[1];
-        out[o + 2] = hidden[2];
-      } else if (ink.headOf && ink.heads) {
-        const colour = hues[hueOf(ink.headOf(top, left), ink.heads)];
-        const i = 3 * place(Math.abs(value), 0, scale.high);
-        out[o] = colour[i];
-        out[o + 1] = colour[i + 1];
-        out[o + 2] = colour[i + 2];
-      } else {
-        const i = 3 * place(value, scale.low, scale.high);
-        out[o] = colours[i];
-        out[o + 1] = colours[i + 1];
-        out[o + 2] = colours[i + 2];
+      if (!(value > -Infinity && value < Infinity)) out[y * W + x] = hidden;
+      else {
+        const i = Math.floor(((of && value < 0 ? -value : value) - low) * steps);
+        out[y * W + x] = (columns ? columns[x] : ofRow)[i < 0 ? 0 : i > 255 ? 255 : i];
       }
-      out[o + 3] = 255;
     }
   }
   return image;
@@ -182,10 +203,25 @@ export function fit(canvas, width, height) {
   return ctx;
 }
 
+/** @type {Map<string, number>} */
+const widths = new Map();
+
+/** How wide a text is. Labels are measured again and again while one points here and there. @param {CanvasRenderingContext2D} ctx @param {string} text */
+export function widthOf(ctx, text) {
+  const name = `${ctx.font} ${text}`;
+  let found = widths.get(name);
+  if (found === undefined) {
+    if (widths.size > 5000) widths.clear();
+    found = ctx.measureText(text).width;
+    widths.set(name, found);
+  }
+  return found;
+}
+
 /** The text, cut so that it is no wider than this. @param {CanvasRenderingContext2D} ctx @param {string} text @param {number} width */
 export function shorten(ctx, text, width) {
-  if (ctx.measureText(text).width <= width) return text;
+  if (widthOf(ctx, text) <= width) return text;
   const letters = [...text];
-  while (letters.length > 1 && ctx.measureText(`${letters.join("")}…`).width > width) letters.pop();
+  while (letters.length > 1 && widthOf(ctx, `${letters.join("")}…`) > width) letters.pop();
   return `${letters.join("")}…`;
 }

@@ -87,8 +87,7 @@ export function createRegroup(app, id) {
     const rows = to.lie === "heads" ? { rows: [0, 1], columns: [2] } : { rows: [1, 0], columns: [2] };
     const t = to.lie === "merged" ? { shape: [N, H, shown.D], data: to.t.data } : to.t;
     const view = { name: to.name, t, ...rows };
-    const byHead = ink.headOf ? { ...ink, headOf: (/** @type {number} */ r) => Math.floor(r / N) } : ink;
-    strip = bitmap(pixels(view, layout(view), byHead, 2 * width, 1e6));
+    strip = bitmap(pixels(view, layout(view), ink, 2 * width, 1e6));
     draw();
   }
 
@@ -240,7 +239,7 @@ export function createRegroup(app, id) {
     draw,
     /** @param {Moved} next @param {number} moved heads that have moved */
     show(next, moved) {
-      const same = shown && shown.to.t === next.to.t && shown.ink.theme === next.ink.theme && !shown.ink.headOf === !next.ink.headOf;
+      const same = shown && shown.to.t === next.to.t && shown.ink.theme === next.ink.theme && !shown.ink.of === !next.ink.of;
       shown = next;
       progress = moved;
       before.replaceChildren(el("b", { text: next.from.name }), el("code", { text: shapeText(next.from.t.shape) }));

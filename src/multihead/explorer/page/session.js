@@ -1,14 +1,14 @@
 // From the state to the numbers: asks Python for what the state names, and answers edits of one layer at once in
 // attention.js while Python works out what they mean for the whole model.
 
-import { attend, merge, multiply } from "./attention.js";
+import { compare, gather, merge, multiply } from "./attention.js";
 import { allowed, drawn, maskOfAnswer, maskRequest, parseMask, formatMask } from "./mask.js";
 import { createSignal, parsePairs } from "./state.js";
 import { tensor } from "./tensor.js";
 
-const AT_ONCE = 3e7; // products of step 7 that are made before the next frame: about 30 ms
+const AT_ONCE = 3e7; // products that are made before the next frame: about 15 ms
 
-/** @typedef {import("./explain.js").Scene & {key: string, model: any, tokens: any[], keyTokens: any[], meta: any, mask: any, allowed: Uint8Array, ownMask: string, later: boolean, exact: boolean, edited: boolean}} FullScene */
+/** @typedef {import("./explain.js").Scene & {key: string, model: any, tokens: any[], keyTokens: any[], meta: any, mask: any, allowed: Uint8Array, ownMask: string, later: string, edits: any, exact: boolean, edited: boolean}} FullScene */
 /** @typedef {import("./ask.js").Trouble} Trouble */
 /** @typedef {{model: string, kind: string, logits: Float32Array, labels: any[], candidates: number[], following: Float32Array | null}} Prediction */
 
@@ -117,10 +117,14 @@ export function createSession(store, python) {
     const edits = { off, mixing: state.mixing, allowed: given?.data ?? null };
     const changes = !exact && (mask !== null || off.size > 0);
     if (mask && !exact) edits.allowed = cells = allowed(mask, Q, K);
-    const later = changes && state.mixing && count * (tensors.w_o?.data.length ?? 0) > AT_ONCE;
-    if (changes && tensors.q_heads && tensors.k_heads && tensors.v_heads) {
+    const computes = changes && tensors.q_heads && tensors.k_heads && tensors.v_heads;
+    const large = computes && state.mixing && count * (tensors.w_o?.data.length ?? 0) > AT_ONCE;
+    // What is on the screen comes first: of a large layer step 7 waits, and steps 4 to 6 too where they are not looked at.
+    const later = !large ? "" : state.step > 3 ? "output" : "heads";
+    if (computes) {
       const { w_o: _, ...others } = tensors;
-      tensors = { ...tensors, ...attend(meta, later ? others : tensors, edits) };
+      tensors = { ...tensors, ...compare(meta, tensors, edits) };
+      if (later !== "heads") tensors = { ...tensors, ...gather({ ...(large ? others : tensors), weights: tensors.weights }, edits) };
     }
     if (!changes && !state.mixing && tensors.heads) tensors = { ...tensors, ...merge(tensors, tensors.heads, edits) };
     const own = ownMask(base.answer, Q, K);
@@ -140,6 +144,7 @@ export function createSession(store, python) {
       ownMask: formatMask(own),
       allowed: cells,
       later,
+      edits,
       exact: exact || !changes,
       edited: mask !== null || parsePairs(state.off).length > 0 || !state.mixing,
     };
@@ -171,7 +176,7 @@ export function createSession(store, python) {
       if (trouble.get()?.kind !== "away") trouble.set(null);
       const made = build(base, base.answer, store.get(), false);
       scene.set(made);
-      if (made.later) finishOutput(made);
+      if (made.later) finish(made);
       await Promise.all([exactly(base, where), predictions(where, base), walls(where, base), decoding(where, base)]);
     } catch (error) {
       complain(error);
@@ -204,19 +209,22 @@ export function createSession(store, python) {
     [plain.key, walled, decodedKey] = ["", "", ""];
   }
 
-  /** Step 7 of a large layer, a few rows at a time, so that the page goes on answering; the output before stays until then. @param {any} made */
-  async function finishOutput(made) {
-    const { merged, w_o, b_o } = made.tensors;
-    const [N, E] = [merged.shape[0], w_o.shape[2]];
-    const I = merged.shape[1];
+  /** What a large layer's first frame left out; step 7 a few rows at a time, so that the page goes on answering. The numbers
+   * before stay until then. @param {any} made */
+  async function finish(made) {
+    const { w_o, b_o, ...others } = made.tensors;
+    await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+    if (scene.get() !== made) return;
+    const tensors = { ...made.tensors, ...(made.later === "heads" ? gather(others, made.edits) : {}) };
+    const [[N, I], E] = [tensors.merged.shape, w_o.shape[2]];
     const data = new Float32Array(N * E);
     for (let n = 0; n < N; n += 8) {
       await new Promise((resolve) => setTimeout(resolve));
       if (scene.get() !== made) return;
       const rows = Math.min(8, N - n);
-      data.set(multiply(merged.data.subarray(n * I, (n + rows) * I), w_o.data, b_o?.data ?? null, rows, I, E), n * E);
+      data.set(multiply(tensors.merged.data.subarray(n * I, (n + rows) * I), w_o.data, b_o?.data ?? null, rows, I, E), n * E);
     }
-    if (scene.get() === made) scene.set({ ...made, later: false, tensors: { ...made.tensors, output: tensor([N, E], data) } });
+    if (scene.get() === made) scene.set({ ...made, later: "", tensors: { ...tensors, output: tensor([N, E], data) } });
   }
 
   function wantedKey() {

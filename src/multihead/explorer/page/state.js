@@ -69,6 +69,8 @@ export function parseState(fragment) {
       if (/** @type {any} */ (CHOICES)[key].includes(text)) state[key] = text;
     } else state[key] = text;
   }
+  const asked = new URLSearchParams(fragment.replace(/^#/, ""));
+  if (asked.has("sort") && !asked.has("metric") && state.sort !== "place") state.metric = state.sort; // sorted by it, so it is what is shown
   return state;
 }
 

@@ -7,6 +7,8 @@ import { shapeText } from "./tensor.js";
 const WIDE = 112;
 const HIGH = 60;
 const MOST = 40; // slabs that are still seen apart
+/** @type {import("./paint.js").Whose} */
+const ONE = { along: "rows", size: Infinity, first: 0 };
 const NAMES = ["q", "q_heads", "weights", "heads", "transposed", "merged", "output"];
 
 /** Slabs in a box, as near to square as can be. @param {number} count */
@@ -36,8 +38,8 @@ export function createStrip(app) {
   /** The pictures of a tensor's slabs: one for two axes, one for each of the first axis for three. @param {string} name @param {any} t @param {number} step */
   function slabs(name, t, step) {
     const mixed = step === 7 && app.session.scene.get().mixing; // W_o has mixed the heads: no number is of one of them
-    const ink = app.ink(name, !mixed && (step >= 5 || step === 2 || step === 4) ? "heads" : null);
-    const key = `${app.theme()} ${Boolean(ink.headOf)} ${ink.scale.high}`;
+    const ink = app.ink(name, !mixed && (step >= 5 || step === 2 || step === 4) ? ONE : null);
+    const key = `${app.theme()} ${Boolean(ink.of)} ${ink.scale.high}`;
     const known = made.get(t)?.get(key);
     if (known) return known;
     const V = app.session.scene.get().layer.sizes.V;
@@ -47,8 +49,8 @@ export function createStrip(app) {
     const found = [];
     for (let s = 0; s < count; s++) {
       const view = flat ? { name, t, rows: step === 2 || step === 4 ? [0, 1] : [0], columns: t.shape.length === 2 ? [1] : step === 2 || step === 4 ? [2] : [1, 2] } : { name, t, rows: [1], columns: [2], fixed: { 0: s } };
-      const headOf = step === 5 ? (/** @type {number} */ r, /** @type {number} */ c) => (flat ? Math.floor(c / V) : r) : flat && step < 5 ? (/** @type {number} */ r) => Math.floor(r / t.shape[1]) : step >= 6 ? (/** @type {number} */ r, /** @type {number} */ c) => Math.floor(c / V) : () => s;
-      const image = bitmap(pixels(view, layout(view), ink.headOf ? { ...ink, headOf } : ink, (2 * WIDE) / columns, (2 * HIGH) / rows));
+      const of = step >= 6 || (step === 5 && flat) ? { along: "columns", size: V, first: 0 } : step === 5 ? { along: "rows", size: 1, first: 0 } : { along: "rows", size: t.shape[1], first: s };
+      const image = bitmap(pixels(view, layout(view), ink.of ? { ...ink, of: /** @type {any} */ (of) } : ink, (2 * WIDE) / columns, (2 * HIGH) / rows));
       found.push({ slab: view, image });
     }
     const cache = made.get(t) ?? new Map();

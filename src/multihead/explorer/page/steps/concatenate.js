@@ -22,7 +22,7 @@ export function createConcatenate(app) {
       move.show({
         from: { name: "transposed", t: transposed, lie: "items", index: (n, h, d) => [n, h, d] },
         to: { name: "merged", t: merged, lie: "merged", index: (n, h, d) => [n, h * D + d] },
-        N, H, D, labels: scene.labels, ink: app.ink("merged", "heads"), heads: H,
+        N, H, D, labels: scene.labels, ink: app.ink("merged", { along: "rows", size: N, first: 0 }), heads: H,
       }, t === null ? H : t);
     },
   };

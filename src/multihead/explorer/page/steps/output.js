@@ -1,9 +1,10 @@
 // Step 7: W_o stirs the heads together. Until here every column had the hue of one head.
 
-import { blend, headColour } from "../colour.js";
+import { blend, headColour, parseHex, toOklab } from "../colour.js";
 import { el } from "../dom.js";
 import { numberText } from "../explain.js";
 import { createGrid } from "../grid.js";
+import { bitmap } from "../paint.js";
 
 /** How much each head writes to each column of one output row: |Σ merged·W_o| over the head's numbers, (H, E).
  * @param {any} scene @param {number} n */
@@ -35,21 +36,25 @@ export function createOutput(app) {
   const why = el("section", { class: "why", "aria-label": "Why W_o" }, el("h3", { text: "Why W_o?" }),
     el("div", { class: "row" }, mixing.node, el("div", { class: "grow" }, el("label", { class: "switch" }, box, " Multiply by W_o"), says)));
   const node = el("div", { class: "step" }, row, missing, why);
-  /** @type {{t: any, n: number, lane: string[]} | null} */
+  /** @type {{key: string, t: any, lane: HTMLCanvasElement} | null} */
   let kept = null;
 
-  /** The hue of each output column for item n, mixed of those who wrote it. @param {any} scene @param {number} n */
+  /** The hue of each output column for item n, mixed of those who wrote it: a picture one pixel high. @param {any} scene @param {number} n */
   function lane(scene, n) {
     const { H, V } = scene.layer.sizes;
-    const theme = app.theme();
+    if (scene.mixing && !scene.tensors.w_o) return undefined;
+    const key = `${n} ${app.theme()} ${scene.mixing}`;
+    if (kept && kept.t === scene.tensors.merged && kept.key === key) return kept.lane;
     const E = scene.tensors.output.shape[1];
-    if (!scene.mixing) return Array.from({ length: E }, (_, e) => headColour(Math.floor(e / V), H, theme));
-    if (!scene.tensors.w_o) return undefined;
-    if (kept && kept.t === scene.tensors.merged && kept.n === n) return kept.lane;
-    const by = writtenBy(scene, n);
-    const found = Array.from({ length: E }, (_, e) => `rgb(${blend(Array.from({ length: H }, (__, h) => ({ colour: headColour(h, H, theme), share: by[h * E + e] ** 2 }))).join(" ")})`);
-    kept = { t: scene.tensors.merged, n, lane: found };
-    return found;
+    const labs = Array.from({ length: H }, (_, h) => toOklab(parseHex(headColour(h, H, app.theme()))));
+    const by = scene.mixing ? writtenBy(scene, n) : null;
+    const image = new ImageData(E, 1);
+    for (let e = 0; e < E; e++) {
+      const shares = labs.map((_, h) => (by ? by[h * E + e] ** 2 : Number(h === Math.floor(e / V))));
+      image.data.set([...blend(labs, shares), 255], 4 * e);
+    }
+    kept = { key, t: scene.tensors.merged, lane: bitmap(image) };
+    return kept.lane;
   }
 
   function update(/** @type {any} */ scene, /** @type {any} */ state, /** @type {number | null} */ t) {
@@ -60,14 +65,16 @@ export function createOutput(app) {
     why.hidden = !tensors.w_o || row.hidden;
     if (row.hidden) return;
     const N = tensors.merged.shape[0];
+    /** @type {import("../paint.js").Whose} */
+    const byHead = { along: "columns", size: V, first: 0 };
     const E = tensors.output.shape[1];
     const reveal = t === null ? null : (t * N) / Math.min(24, N);
     const moving = reveal !== null && reveal < N;
     const n = moving ? Math.floor(reveal) : app.chosenToken("query") ?? N - 1;
-    merged.show({ view: { name: "merged", t: tensors.merged, rows: [0], columns: [1] }, ink: app.ink("merged", (/** @type {number} */ r, /** @type {number} */ c) => Math.floor(c / V)), rowLabels: scene.labels, rowRole: "query", bands: { size: V, heads: H } });
+    merged.show({ view: { name: "merged", t: tensors.merged, rows: [0], columns: [1] }, ink: app.ink("merged", byHead), rowLabels: scene.labels, rowRole: "query", bands: { size: V, heads: H } });
     matrix.node.hidden = sign.hidden = !tensors.w_o || !scene.mixing;
     if (tensors.w_o && scene.mixing) matrix.show({ view: { name: "w_o", t: tensors.w_o, rows: [0, 1], columns: [2] }, ink: app.ink("w_o"), name: "W_o", rowBands: { size: V, heads: H } });
-    result.show({ view: { name: "output", t: tensors.output, rows: [0], columns: [1] }, ink: app.ink("output", scene.mixing ? null : (/** @type {number} */ r, /** @type {number} */ c) => Math.floor(c / V)), note: `hues: ${scene.labels[n]}`, rowLabels: scene.labels, rowRole: "query", reveal, lane: lane(scene, n) });
+    result.show({ view: { name: "output", t: tensors.output, rows: [0], columns: [1] }, ink: app.ink("output", scene.mixing ? null : byHead), note: `hues: ${scene.labels[n]}`, rowLabels: scene.labels, rowRole: "query", reveal, lane: lane(scene, n) });
     if (moving) app.spot({ name: "output", index: [n, Math.min(E - 1, Math.floor((reveal % 1) * E))] });
     box.checked = scene.mixing;
     if (why.hidden) return;

@@ -28,7 +28,7 @@ export function createSplit(app) {
       move.show({
         from: { name, t: from, lie: "items", index: (n, h, d) => [n, h, d] },
         to: { name: `${name}_heads`, t: to, lie: "heads", index: (n, h, d) => [h, n, d] },
-        N, H, D, labels: name === "q" ? scene.labels : scene.keyLabels, ink: app.ink(`${name}_heads`, "heads"), heads: H,
+        N, H, D, labels: name === "q" ? scene.labels : scene.keyLabels, ink: app.ink(`${name}_heads`, { along: "rows", size: N, first: 0 }), heads: H,
       }, t === null ? H : (t * H) / scene.layer.sizes.H);
     },
   };

@@ -22,7 +22,7 @@ export function createTranspose(app) {
       move.show({
         from: { name: "heads", t: heads, lie: "heads", index: (n, h, d) => [h, n, d] },
         to: { name: "transposed", t: transposed, lie: "items", index: (n, h, d) => [n, h, d] },
-        N, H, D, labels: scene.labels, ink: app.ink("transposed", "heads"), heads: H,
+        N, H, D, labels: scene.labels, ink: app.ink("transposed", { along: "rows", size: N, first: 0 }), heads: H,
       }, t === null ? H : t);
     },
   };
