@@ -41,10 +41,11 @@ MINUTES ?= 30
 fuzz: $(VENV)/installed-dev
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(or $(SEED),0) $(ARGS)
 
-# The kernel's own tests on a build in which every access and every undefined operation is checked.
+# The kernel's own tests on a build in which every access and every undefined operation is checked, and each warning an error.
 CHECKED := build/sanitize
 sanitize: $(VENV)/installed-dev
 	$(BIN)/cmake -S . -B $(CHECKED) -G Ninja -Wno-dev --log-level=WARNING -DMULTIHEAD_CORE=ON -DMULTIHEAD_SANITIZE=address,undefined \
+	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 	$(BIN)/cmake --build $(CHECKED)
@@ -210,7 +211,7 @@ $(VENV)/installed-release: $(VENV)/installed-dev
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) "multihead[bench]"
-	-$(PIP) --no-deps zentorch  # AMD's, for the pinned torch only: a peer where it installs
+	-$(PIP) deprecated && $(PIP) --no-deps zentorch  # AMD's, for the pinned torch only, and what it imports: a peer where it installs
 	@touch $@
 
 clean:

@@ -460,6 +460,13 @@ def test_a_step_of_ours_and_by_hand_give_the_same(ragged):
     assert problem.case.lengths == ([6, 3] if ragged else [6, 6])
 
 
+@pytest.mark.parametrize("case", [c for c in select(["step/*"], quick=False) if c.cached <= 4096], ids=lambda c: c.name)
+def test_our_steps_are_right_far_into_a_cache(case):
+    """Plain rounds the angles of RoPE, too: at 1024 they are what is off most, and a run would refuse ours for them."""
+    problem = problem_of(case, threads=1)
+    oracle.check("ours", problem.ours().result(), problem.exact, problem.bound)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("kind", "N", "cached"), [("Llama", 1, 7), ("Qwen2", 5, 0), ("BERT", 5, 0), ("ViT", 197, 0), ("Whisper", 3, 0)]

@@ -98,6 +98,15 @@ def test_info_says_what_is_there() -> None:
 
 
 @pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
+@pytest.mark.parametrize("isa", [] if kernel.module is None else kernel.module.instruction_sets())
+def test_info_says_how_half_precision_is_multiplied(isa: str) -> None:
+    told = run("info", MULTIHEAD_ISA=isa, COLUMNS="200", NO_COLOR="1").stdout
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in told.splitlines() if line.split()}
+    assert rows["bf16"] == f"{isa}, {'in pairs' if isa.endswith('_bf16') else 'as float32'}"
+    assert rows["fp16"] == f"{isa}, as float32"
+
+
+@pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
 def test_an_unknown_instruction_set_is_named_and_the_rest_is_told() -> None:
     told = run("info", MULTIHEAD_ISA="bogus", COLUMNS="200", NO_COLOR="1")
     message = "MULTIHEAD_ISA=bogus: instruction set 'bogus' is unknown: this machine has portable"

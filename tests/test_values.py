@@ -115,3 +115,21 @@ def test_a_mean_in_a_hugging_face_model_leaves_padded_rows_out() -> None:
                 model(tokens, attention_mask=real)
         expected = whole[0][:, 1].permute(2, 0, 1)[:, real.bool()].mean(-1)
         assert_close(ablated[0][:, 1], expected.expand_as(ablated[0][:, 1]))
+
+
+def test_three_axes_are_heads_also_where_the_batch_is_as_many() -> None:
+    """Right-aligned, as everywhere: what was meant by row is not guessed, and `explain` says how it is read."""
+    q, k, v = (torch.randn(4, 4, 5, 3) for _ in "qkv")
+    by_row = torch.rand(4, 5, 5) > 0.4
+    by_row[:, :, 0] = True
+    assert torch.equal(mh.attend(q, k, v, by_row), mh.attend(q, k, v, by_row[None]))
+    assert not torch.allclose(mh.attend(q, k, v, by_row), mh.attend(q, k, v, by_row[:, None]))
+    said = (
+        "the mask has shape (4, 5, 5), and B is H: it is taken for (H,Q,K); one for each row of the batch is given as"
+    )
+    for mask in (by_row, mh.Allowed(by_row), mh.Allowed(by_row) & mh.Causal()):
+        assert said in str(mh.explain(q, k, v, mask))
+    assert "bias has shape (4, 5, 5)" in str(mh.explain(q, k, v, bias=by_row.float()))
+    for mask in (None, mh.Causal(), by_row[:, None], by_row[:1]):
+        assert not mh.explain(q, k, v, mask).notes
+    assert not mh.explain(q[:3], k[:3], v[:3], by_row).notes

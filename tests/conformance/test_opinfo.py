@@ -24,7 +24,7 @@ from torch.testing._internal.opinfo.core import SampleInput
 import multihead as mh
 
 (OP,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ORDERS = 8
 LEDGER = Ledger("opinfo")
 

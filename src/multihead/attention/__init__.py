@@ -24,7 +24,7 @@ from multihead.call import Arguments, Backend, Call, Reason, under_autocast, wit
 from multihead.kernel import attend as by_kernel
 from multihead.kernel import eligible, statistics
 from multihead.kernel.backend import Native
-from multihead.masks import Mask, check_broadcast, see
+from multihead.masks import Allowed, Joined, Mask, check_broadcast, see
 from multihead.masks.intervals import Visible, require_storage
 from multihead.sizes import check_attend, check_floating, check_numbers, describe
 
@@ -270,9 +270,25 @@ class Explanation:
 
     backend: str
     reasons: dict[str, str]
+    notes: tuple[str, ...] = ()  # on how an argument is read, where it could be meant otherwise
 
     def __str__(self) -> str:
-        return "\n".join(f"{'→' if name == self.backend else ' '} {name}: {why}" for name, why in self.reasons.items())
+        lines = [f"{'→' if name == self.backend else ' '} {name}: {why}" for name, why in self.reasons.items()]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _by_head(given: Arguments) -> tuple[str, ...]:
+    """A note on each tensor of three axes whose first could as well be the batch's, as B is H."""
+    (B, H), mask = given.q.shape[:2], given.mask
+    parts = mask.parts if isinstance(mask, Joined) else (mask,)
+    masks = [part.tensor if isinstance(part, Allowed) else part for part in parts]
+    named = [*(("the mask", t) for t in masks), ("bias", given.bias)]
+    return tuple(
+        f"{name} has shape {tuple(t.shape)}, and B is H: it is taken for (H,Q,K); one for each row of the batch is "
+        "given as [:, None] of it"
+        for name, t in named
+        if isinstance(t, Tensor) and t.dim() == 3 and t.shape[0] == B == H > 1
+    )
 
 
 def explain(
@@ -311,4 +327,4 @@ def explain(
             reasons[name] = candidate.note(call) if refusal is None else f"refuses: {refusal}"
             if refusal is None and name not in _order(call):
                 reasons[name] += " (only where it is named)"
-        return Explanation(_choose(call, named(backend)).name, reasons)
+        return Explanation(_choose(call, named(backend)).name, reasons, _by_head(given))

@@ -32,7 +32,8 @@ def by_hand(case, given, dtype):
     x, B, H, G, D = given["x"].to(dtype), case.B, case.H, case.G, case.D
     k, v = (torch.nn.functional.pad(given[n].to(dtype), (0, 0, 0, 1)) for n in ("k", "v"))  # room for one more
     at = torch.tensor(case.lengths)
-    turns = at[:, None].double() / THETA ** (torch.arange(0, D, 2, dtype=torch.float64) / D)  # (B, D/2)
+    wide = torch.promote_types(dtype, torch.float32)  # angles are rounded, too, as transformers rounds them
+    turns = at[:, None].to(wide) * (1 / THETA ** (torch.arange(0, D, 2, dtype=wide) / D))  # (B, D/2)
     cos, sin = (torch.cat((t, t), -1)[:, None, None].to(dtype) for t in (turns.cos(), turns.sin()))  # (B, 1, 1, D)
     row = torch.arange(B)
     mask = (torch.arange(case.cached + 1) <= at[:, None])[:, None, None] if case.ragged else None

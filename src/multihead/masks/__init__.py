@@ -326,6 +326,9 @@ class Documents(Mask):
 class Allowed(Mask):
     """A dense mask: a bool tensor, True = may attend, that broadcasts right-aligned to (B, H, Q, K).
 
+    Right-aligned, three axes are (H, Q, K), also where B happens to be H: one for each row of the batch, (B, Q, K), is
+    given as `[:, None]` of it. `mh.explain` says how such a mask is read.
+
     >>> print(Allowed(torch.eye(3, dtype=torch.bool)).draw(3, 3))
     ■ · ·
     · ■ ·
