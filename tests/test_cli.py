@@ -12,20 +12,22 @@ from torch.utils.flop_counter import FlopCounterMode
 import multihead as mh
 from multihead import kernel
 from multihead.sizes import Sizes
+from tests.forks import run
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+def afresh(*arguments: str) -> subprocess.CompletedProcess:
+    """As a shell starts it; other commands are forks, of a process that has loaded torch."""
     return subprocess.run(
         [sys.executable, "-m", "multihead", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"COLUMNS": "100"} | environment,
+        env=os.environ | {"COLUMNS": "100"},
     )
 
 
 def test_show_prints_the_running_example() -> None:
-    shown = run("show", "I love pepperoni pizza", "--example", "--mask", "causal")
+    shown = afresh("show", "I love pepperoni pizza", "--example", "--mask", "causal")
     assert shown.returncode == 0, shown.stderr
     for part in (
         "4 items of width 1024, 8 heads of width 128",
@@ -150,10 +152,10 @@ for name, call in {CALLS!r}.items():
 
 def test_help_and_version() -> None:
     for arguments in (["--help"], ["show", "--help"], ["shapes", "-h"], ["train", "--help"], ["info", "--help"]):
-        helped = run(*arguments)
+        helped = afresh(*arguments)
         assert helped.returncode == 0
         assert "Usage" in helped.stdout
-    assert run("--version").stdout == f"multihead {mh.__version__}\n"
+    assert afresh("--version").stdout == f"multihead {mh.__version__}\n"
 
 
 BAD = [

@@ -15,7 +15,7 @@ from multihead.doctor.load import NotLoaded, load
 from multihead.doctor.run import candidate_report
 from tests.doctor.planted import Einsum
 from tests.doctor.test_planted import layer_of
-from tests.test_cli import run
+from tests.forks import run
 
 BROKEN = """
     import math

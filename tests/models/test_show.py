@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 import multihead as mh
 from multihead import cli
 from multihead.show import screens
-from tests.test_cli import run
+from tests.forks import run
 
 
 def printed(what: RenderableType, width: int = 80) -> str:
