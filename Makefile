@@ -20,9 +20,10 @@ demo: $(VENV)/installed-explore
 	@$(BIN)/multihead explore --save multihead.html
 	@echo 'every number: $(BIN)/multihead show --all    your own sentence or picture, live: $(BIN)/multihead explore'
 
-# A process for each core, so a thread for each. Each starts with a run of files, so that a browser, a server or a group of
-# ranks is started by one of them, and takes tests from the others once it has done its own.
-SPREAD := --numprocesses auto --dist worksteal
+# A thread for each process, and a process more than there are cores, for some tests wait: for a browser, a server, other
+# ranks. Each starts with a run of files, so that these are started by one of them, and takes tests from the others once it
+# has done its own.
+SPREAD := --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist worksteal
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
@@ -51,7 +52,7 @@ sanitize: $(VENV)/installed-dev
 	$(BIN)/cmake --build $(CHECKED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 MULTIHEAD_NATIVE=$$(echo $(abspath $(CHECKED))/_native*.so) \
-	  $(BIN)/python -m pytest tests/native $(SPREAD) $(ARGS)
+	  $(BIN)/python -m pytest tests/native --numprocesses auto --dist worksteal $(ARGS)
 
 # The module by every compiler that it is meant for and that is here, each warning an error.
 COMPILERS ?= g++-11 g++-12 g++-13 g++-14 clang++-14 clang++-16 clang++-18 clang++-19
