@@ -12,7 +12,9 @@ from multihead.explorer import serve
 from multihead.explorer.session import Session
 from multihead.explorer.subjects import of_package
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# The same engine without a window opens a page in half the time.
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = [
     "--headless",
     "--no-sandbox",
