@@ -264,6 +264,7 @@ def doctor(
     kv_heads: Annotated[int | None, typer.Option(help="G, the number of key/value heads.", min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(help="D, the width of a head.", min=1)] = None,
     rope: Annotated[Pairing | None, typer.Option(help="That it should have RoPE, with this pairing.")] = None,
+    rope_base: Annotated[float, typer.Option(help="The base of that RoPE: rope_theta in a configuration.")] = 10_000,
     softcap: Annotated[float | None, typer.Option(help="The cap of its scores, if it should have one.")] = None,
     scale: Annotated[float | None, typer.Option(help="Factor of the scores, if not 1/√D.")] = None,
     batch: Annotated[int, typer.Option(help="B, how many sequences to try.", min=1)] = 2,
@@ -286,8 +287,8 @@ def doctor(
 
     given = {
         "target": target, "width": width, "heads": heads, "mask": mask.value, "kv_heads": kv_heads,
-        "head_dim": head_dim, "rope": rope and rope.value, "softcap": softcap, "scale": scale, "batch": batch,
-        "tokens": tokens, "context": context, "dtype": dtype.value, "seed": seed,
+        "head_dim": head_dim, "rope": rope and rope.value, "rope_base": rope_base, "softcap": softcap, "scale": scale,
+        "batch": batch, "tokens": tokens, "context": context, "dtype": dtype.value, "seed": seed,
         "weights": None if weights is None else str(weights), "layout": layout,
     }  # fmt: skip
     report = run.examine(given, timeout)

@@ -1,6 +1,8 @@
 """Mistakes that were once unknown: each planted, each named first, with its step."""
 
+import copy
 import math
+import re
 
 import pytest
 import torch
@@ -348,6 +350,189 @@ def test_a_float16_product_that_overflows_in_a_float32_layer(whole, loud):
 
     report = named(core, layer, loud * x, "scores overflow before the scale", 3)
     assert "and float16 ends at 65,504" in report.where[0]
+
+
+def steps_of(layer, half, fused):
+    """The layer's steps in half precision, as a module of one's own has them."""
+    projections = [copy.deepcopy(p).to(half) for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)]
+
+    def candidate(x):
+        q, k, v = (p(x.to(half)).unflatten(-1, (H, -1)).transpose(1, 2) for p in projections[:3])
+        if fused:
+            heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            heads = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+        return projections[3](heads.transpose(1, 2).flatten(2)).to(x.dtype)
+
+    return candidate
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("how", ["step by step", "fused", "a layer"])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_the_whole_layer_in_half_precision(half, how):
+    layer = layer_of(E, H)
+    theirs = copy.deepcopy(layer).to(half)
+    candidate = (
+        (lambda x: theirs(x.to(half)).to(x.dtype)) if how == "a layer" else steps_of(layer, half, how == "fused")
+    )
+    cause = f"the whole layer in half precision ({str(half).removeprefix('torch.')})"
+    report = named(candidate, layer, torch.randn(2, 6, E), cause, 1)
+    assert "rounding every step" in report.sure
+
+
+def test_a_layer_in_half_precision_is_healthy_where_nothing_else_was_asked_for():
+    half = layer_of(E, H).bfloat16()
+    assert mh.diagnose(half, None, torch.randn(2, 6, E).bfloat16(), heads=H).verdict == "healthy"
+
+
+HALF_AND = {
+    "scale missing + half-precision scores (bfloat16)": {"product": lambda q, k: ROOT * half_product(q, k)},
+    "scale by √E instead of √D + half-precision scores (bfloat16)": {"product": lambda q, k: half_product(q, k) / 2},
+    "scale missing + half-precision softmax (bfloat16)": {
+        "softmax": lambda s: (ROOT * s).bfloat16().softmax(-1).to(s.dtype)
+    },
+    "k used as v + half-precision scores (bfloat16)": {"product": lambda q, k: half_product(q, k), "v_is_k": True},
+}
+ROOT = math.sqrt(D)
+
+
+def half_product(q, k):
+    return (q.bfloat16() @ k.bfloat16().mT).to(q.dtype)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("causes", HALF_AND)
+def test_half_precision_beside_another_mistake(causes):
+    layer = layer_of(E, H)
+    changed = dict(HALF_AND[causes])
+    used = copy.copy(layer)
+    if changed.pop("v_is_k", False):
+        used = copy.deepcopy(layer)
+        used.v_proj = layer.k_proj
+    report = mh.diagnose(lambda x: attention(used, x, **changed), layer, torch.randn(2, 6, E))
+    assert report.verdict == "diagnosed", report
+    assert {cause.cause for cause in report.causes} == set(causes.split(" + ")), report
+    assert report.sure.startswith("likely: rounding")
+    assert "the numbers that the other mistake gives" in report.sure
+
+
+# A norm of q and k ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("of", ["q and k", "q alone", "k alone"])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_a_norm_of_q_and_k_where_the_reference_has_none(kind, of):
+    layer = layer_of(E, H)
+    norm = {"RMSNorm": nn.functional.rms_norm, "LayerNorm": nn.functional.layer_norm}[kind]
+    changed = {name: lambda t: norm(t, (D,)) for name in "qk" if name in of.split()}
+    cause = f"QK-norm where the reference has none ({kind} on {of})"
+    named(lambda x: attention(layer, x, **changed), layer, torch.randn(2, 6, E), cause, 2)
+
+
+class NormedHeads(nn.Module):
+    def __init__(self, layer, kind, rope=None, late=False):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
+        self.q_norm, self.k_norm = kind(D), kind(D)
+        self.rope, self.late = rope, late
+        with torch.no_grad():
+            for p in (*self.q_norm.parameters(), *self.k_norm.parameters()):
+                p.add_(0.3 * torch.randn(D))
+
+    def forward(self, x):
+        def ready(norm):
+            turn = lambda t: t if self.rope is None else self.rope.rotate(t, torch.arange(t.shape[2]))  # noqa: E731
+            return (lambda t: norm(turn(t))) if self.late else (lambda t: turn(norm(t)))
+
+        return attention(self, x, q=ready(self.q_norm), k=ready(self.k_norm))
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_of_q_and_k_with_weights_of_its_own(kind, late):
+    layer = layer_of(E, H, rope=True)
+    cause = f"QK-norm where the reference has none ({kind.__name__} on q and k{', after RoPE' if late else ''})"
+    named(NormedHeads(layer, kind, layer.rope, late), layer, torch.randn(2, 6, E), cause, 2)
+
+
+@pytest.mark.wrong
+def test_a_norm_of_q_and_k_that_is_centred():
+    """As timm's, which are LayerNorms unless told otherwise."""
+    candidate = NormedHeads(layer_of(E, H), nn.LayerNorm)
+    report = mh.diagnose(candidate, None, torch.randn(2, 6, E), heads=H)
+    assert report.cause == "QK-norm centred (LayerNorm) instead of RMSNorm", report
+    assert (
+        mh.diagnose(NormedHeads(layer_of(E, H), nn.RMSNorm), None, torch.randn(2, 6, E), heads=H).verdict == "healthy"
+    )
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("of", ["(q alone)", "(k alone)"])
+def test_q_or_k_of_length_1(of):
+    layer = layer_of(E, H)
+    changed = {of[1]: lambda t: nn.functional.normalize(t, dim=-1)}
+    named(lambda x: attention(layer, x, **changed), layer, torch.randn(2, 6, E), f"q and k of length 1 {of}", 3)
+
+
+@pytest.mark.wrong
+def test_a_scale_after_the_softmax():
+    layer = layer_of(E, H)
+    weigh = lambda s: (s * D**0.5).softmax(-1) / D**0.5  # noqa: E731
+    named(lambda x: attention(layer, x, softmax=weigh), layer, torch.randn(2, 6, E), "scale after the softmax", 3)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("width", [D, E])
+def test_heads_that_are_not_split(width):
+    layer = layer_of(E, H)
+
+    def candidate(x):
+        q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+        return layer.o_proj((q @ k.mT / math.sqrt(width)).softmax(-1) @ v)
+
+    named(candidate, layer, torch.randn(2, 6, E), "heads not split", 2)
+
+
+@pytest.mark.wrong
+def test_a_strict_mask_whose_first_query_sees_itself():
+    layer = layer_of(E, H)
+
+    def candidate(x):
+        allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)
+        allowed[0, 0] = True
+        return layer(x, mask=allowed)
+
+    named(candidate, layer, torch.randn(2, 6, E), "causal mask off by one, strict", 3, mask=mh.Causal())
+
+
+class Turned(nn.Module):
+    """A causal layer with RoPE, of which nothing was said."""
+
+    def __init__(self, base):
+        super().__init__()
+        layer = mh.MultiHeadAttention(E, H, rope=mh.RoPE(base=base))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
+        self.rope = layer.rope
+
+    def forward(self, x):
+        turn = lambda t: self.rope.rotate(t, torch.arange(t.shape[2]))  # noqa: E731
+        return attention(self, x, q=turn, k=turn, offset=0)
+
+
+@pytest.mark.parametrize("base", [1e4, 5e5, 1e6])
+def test_what_was_not_said_is_healthy_and_told(base):
+    report = mh.diagnose(Turned(base), None, torch.randn(2, 6, E), heads=H)
+    assert report.verdict == "healthy", report
+    said = "" if base == 1e4 else f", base {base:,.0f}"
+    assert report.notes[0].startswith(
+        f"it is attention with RoPE (pairing 'halves'{said}) and a causal mask, which was"
+    )
+    assert float(re.search(r"largest difference (\S+),", report.sure)[1]) < 1e-4  # compared with that mask
+    assert mh.diagnose(Turned(base), None, torch.randn(2, 6, E), heads=H, rope=mh.RoPE(base=base),
+                       mask=mh.Causal()).verdict == "healthy"  # fmt: skip
 
 
 @pytest.mark.wrong

@@ -156,7 +156,7 @@ def test_a_broken_file(file, tmp_path):
 
 
 ASKED = {"width": 32, "heads": 4, "tokens": 6, "batch": 2, "context": None, "mask": "none", "kv_heads": None,
-         "head_dim": None, "rope": None, "softcap": None, "scale": None, "dtype": "float32", "seed": 0,
+         "head_dim": None, "rope": None, "rope_base": 1e4, "softcap": None, "scale": None, "dtype": "float32", "seed": 0,
          "weights": None, "layout": None}  # fmt: skip
 
 

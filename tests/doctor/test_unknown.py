@@ -27,17 +27,19 @@ def one_head(t):
 
 
 UNKNOWN = {
-    "temperature 1.3": {"scores": lambda s: s * 1.3},
+    "temperature 1.3, and a little of the row before": {"scores": lambda s: s * 1.3 + 1e-4 * s.roll(1, 2)},
     "every second head silent": {"heads": lambda t: t * torch.tensor([1.0, 0, 1, 0]).view(1, 4, 1, 1).to(t)},
     "one head halved": {"heads": one_head},
     "heads rolled by one": {"heads": lambda t: t.roll(1, 1)},
     "values shifted by one position": {"v": lambda t: t.roll(1, 2)},
     "keys reversed in time": {"k": lambda t: t.flip(2)},
-    "weights squared and renormalised": {"weights": lambda w: w**2 / (w**2).sum(-1, keepdim=True)},
+    "weights squared and renormalised with a small number": {
+        "weights": lambda w: w**2 / (1e-2 + (w**2).sum(-1, keepdim=True))},
     "softplus instead of softmax": {"softmax": nn.functional.softplus},
     "relu of scores, normalised": {"softmax": lambda s: s.relu() / (s.relu().sum(-1, keepdim=True) + 1e-3)},
     "half of one more in the denominator": {"softmax": lambda s: s.exp() / (0.5 + s.exp().sum(-1, keepdim=True))},
-    "softmax to the base 3": {"softmax": lambda s: (s * math.log(3)).softmax(-1)},
+    "softmax to another base in each head": {
+        "softmax": lambda s: (s * torch.tensor([1.0, 2, 3, 4]).view(1, 4, 1, 1).to(s)).softmax(-1)},
     "half-precision scores, and one row twice as large": {
         "scores": lambda s: s.bfloat16().to(s.dtype), "output": lambda t: torch.cat([2 * t[:, :1], t[:, 1:]], 1)},
     "half-precision scores, and one head halved": {"scores": lambda s: s.half().to(s.dtype), "heads": one_head},
@@ -49,7 +51,16 @@ UNKNOWN = {
     "the largest weight only": {"weights": lambda w: w * (w == w.amax(-1, keepdim=True))},
     "output doubled": {"output": lambda t: 2 * t},
     "tanh on the output": {"output": torch.tanh},
-    "q normalised where it should not be": {"q": lambda t: t / t.norm(dim=-1, keepdim=True)},
+    "q of length 1, by the sum of its numbers": {"q": lambda t: t / t.abs().sum(dim=-1, keepdim=True)},
+    "a norm of q and k that is added to them": {
+        "q": lambda t: t + nn.functional.rms_norm(t, (D,)), "k": lambda t: t + nn.functional.rms_norm(t, (D,))},
+    "half-precision scores, scale missing, and one row twice as large": {
+        "scores": lambda s: (s * D**0.5).bfloat16().to(s.dtype),
+        "output": lambda t: torch.cat([1.02 * t[:, :1], t[:, 1:]], 1)},
+    "a layer in half precision, and one head halved": {
+        "q": lambda t: t.bfloat16().to(t.dtype), "k": lambda t: t.bfloat16().to(t.dtype),
+        "v": lambda t: t.bfloat16().to(t.dtype), "heads": one_head, "output": lambda t: t.bfloat16().to(t.dtype)},
+    "capped, but not by tanh": {"scores": lambda s: 2 * (s / 2).atan()},
     "distance penalty": {"scores": lambda s: s - (torch.arange(s.shape[-1]) - torch.arange(s.shape[-2])[:, None]).abs()},
     "small noise of a bug": {"output": lambda t: t + 1e-4 * t.roll(1, -1)},
 }  # fmt: skip
@@ -74,7 +85,7 @@ def where(what, **options):
 
 
 def test_a_wrong_scale_is_measured():
-    assert "1.3 times the right ones" in where("temperature 1.3")
+    assert "1.3 times the right ones" in where("temperature 1.3, and a little of the row before")
 
 
 def test_wrong_heads_are_told():

@@ -1,7 +1,7 @@
 """`diagnose`: from a candidate to a report."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.doctor import chance, core, findings, masking, nonfinite, parameters, probes, search
+from multihead.doctor import chance, core, findings, fit, masking, nonfinite, parameters, probes, search, unsaid
 from multihead.doctor.candidate import Candidate, Failure, forms, layouts
 from multihead.doctor.cause import Setting
 from multihead.doctor.localise import localise
@@ -22,8 +22,7 @@ from multihead.doctor.variant import Call
 from multihead.doctor.watch import watch
 from multihead.doctor.weights import Weights
 from multihead.layer import MultiHeadAttention
-from multihead.masks import Causal, Mask
-from multihead.positions import RoPE
+from multihead.masks import Mask
 
 MOST_READINGS = 64
 
@@ -247,11 +246,10 @@ class Examination:
                 if self.is_healthy(patient, reading.weights):
                     return self.healthy(patient, reading, number)
         for patient in patients:
-            for reading, mask, said in self.alternatives(readings):
+            for reading, mask, said in unsaid.unsaid(readings, self.call, self.reference, self.options):
                 if self.is_healthy(patient, reading.weights, mask):
-                    self.call = self.call if mask is None else replace(self.call, mask=mask)
                     note = f"it is attention with {said}, which was not said: say so, and it is checked for it"
-                    return self.healthy(patient, reading, 0, note)
+                    return self.healthy(patient, reading, 0, note, mask)
         for patient in patients:
             for reading in readings[:4]:
                 if odd := nonfinite.explain(patient, reading.weights, self.notes, self.subject(reading)):
@@ -262,10 +260,14 @@ class Examination:
                 for reading in readings:
                     if found := self.found(patient, reading, rows, search.singles):
                         return found
+        for patient in patients[:3]:
+            for reading in readings[:4]:
+                if found := self.found(patient, reading, True, fit.fitted):
+                    return found
         if other := self.other_weights(patients):
             return other
         for patient in patients:
-            for reading, mask, said in self.alternatives(readings):
+            for reading, mask, said in unsaid.unsaid(readings, self.call, self.reference, self.options, bases=False):
                 if found := self.found(patient, reading, True, search.singles, mask=mask):
                     return replace(found, notes=(f"it was taken to have {said}, which was not said", *found.notes))
         for patient in patients[:3]:
@@ -290,7 +292,11 @@ class Examination:
         found = [match.variant for match in search.singles(setting, sharp)]
         return any(variant.lower for variant in found)  # no worse than its own dtype
 
-    def healthy(self, patient: Patient, reading: Reading, number: int, assumed: str = "") -> Report:
+    def healthy(
+        self, patient: Patient, reading: Reading, number: int, assumed: str = "", mask: Mask | None = None
+    ) -> Report:
+        self.call = self.call if mask is None else replace(self.call, mask=mask)
+        seen = patient.own(reading.weights, mask)
         notes = [*self.notes, *findings.harmless(patient.candidate, reading.weights, self.call, self.function)]
         if patient.candidate.form is not None and self.call.mask is not None:
             notes.insert(0, f"its {patient.candidate.form.argument} means {patient.candidate.form.meaning}")
@@ -298,31 +304,13 @@ class Examination:
             notes.insert(0, assumed)
         elif number or len(reading.how) > 1:
             notes += reading.how if ":" in reading.how[0] else reading.how[1:]
-        notes += findings.rows_that_do_not_count(patient.own(reading.weights))
+        notes += findings.rows_that_do_not_count(seen)
         if unguarded := nonfinite.unguarded(patient.candidate, reading.weights, self.call):
             notes.append(unguarded)
         if patient.candidate.first == "sequence":
             notes.append("it was made with batch_first=False, and x was transposed for it: as it is, (B,N,E), it would "
                          "be taken for (N,B,E), and attention would run over the batch")  # fmt: skip
-        return findings.healthy([*patient.own(reading.weights)], tuple(self.extra), notes, self.subject(reading))
-
-    def alternatives(self, readings: Sequence[Reading]) -> Iterator[tuple[Reading, Mask | None, str]]:
-        """Without a reference nobody may have said that it is causal, or has RoPE: the weights and mask it would be."""
-        if self.reference is not None:
-            return
-        ropes: list[RoPE | None] = [None]
-        if self.options.get("rope") is None:
-            ropes += [RoPE(), RoPE(pairing="interleaved")]
-        masks: list[Mask | None] = [None, *([Causal()] if self.call.mask is None and self.call.context is None else [])]
-        for reading in readings[:4]:
-            for rope in ropes:
-                for mask in masks:
-                    if (rope, mask) == (None, None) or (rope is not None and reading.weights.sizes.D % 2):
-                        continue
-                    weights = replace(reading.weights, rope=rope or reading.weights.rope)
-                    said = [f"RoPE (pairing {rope.pairing!r})"] if rope else []
-                    said += ["a causal mask"] if mask else []
-                    yield Reading(weights, reading.how), mask, " and ".join(said)
+        return findings.healthy(seen, tuple(self.extra), notes, self.subject(reading))
 
     def found(
         self,

@@ -150,9 +150,12 @@ def diagnosed(
     if rounded := first.variant.lower:
         v = first.variant
         what = "attention" if v.core else "the softmax" if v.precision else "the scores"
+        what = "every step" if v.core.startswith("layer") else what
+        beside = max(one.differs(v.unrounded) for one in seen)
+        those = "the right numbers" if len(causes) == 1 else "the numbers that the other mistake gives"
         sure = (
-            f"likely: rounding {what} to {rounded} explains nearly all of the departure (up to "
-            f"{wrong:.2g} from the right numbers, {left:.2g} from those)"
+            f"likely: rounding {what} to {rounded} explains nearly all of the departure from {those} (up to "
+            f"{beside:.2g} from those, {left:.2g} from those rounded)"
         )
     else:
         what = "this mistake" if len(causes) == 1 else "these two mistakes together"

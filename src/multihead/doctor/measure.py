@@ -83,13 +83,15 @@ class Observation:
         return same_odd_places(mine, other) and gap(mine, other) <= self.bound(variant)
 
     def explains(self, variant: Variant) -> bool:
-        """Whether `variant`, which rounds to a lower precision, explains the departure from the right output.
+        """Whether `variant`, which rounds to a lower precision, explains the departure from the same without rounding.
 
         Rounded twice, a number may go up here and down there, and it takes its row, or a few, along: three rows in
-        four have to be explained but for a quarter of their departure, and no row may be further off than twice what
-        rounding itself does. So a mistake beside the rounding shows, however few rows it is in.
+        four have to be explained but for a quarter of their departure. In the others the candidate's rounding and
+        this one may go opposite ways, each by as much as rounding does at most: so no row may be further off than
+        twice that, which is the triangle inequality and no less would do. A mistake beside the rounding shows,
+        however few rows it is in.
         """
-        mine, right, other = self.output, self.right(), self.right(variant)
+        mine, right, other = self.output, self.right(variant.unrounded), self.right(variant)
         if not same_odd_places(mine, other):
             return False
         rows = mine.isfinite().all(-1) & right.isfinite().all(-1)

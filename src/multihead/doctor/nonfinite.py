@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from multihead.doctor.candidate import Candidate, Failure
+from multihead.doctor.causes.precision import CORES
 from multihead.doctor.measure import Observation, same_odd_places
 from multihead.doctor.parameters import role
 from multihead.doctor.patient import Patient
 from multihead.doctor.report import Named, Report
-from multihead.doctor.variant import CORES, HALVES, RIGHT, Call, Specification, Variant
+from multihead.doctor.variant import HALVES, RIGHT, Call, Specification, Variant
 from multihead.doctor.weights import Weights
 
 LOUDEST = 2**12  # times x, to bring the scores beyond what e can be raised to

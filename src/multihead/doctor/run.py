@@ -102,7 +102,7 @@ def prepared(arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         mask = Causal()
     elif arguments["mask"] == "padding":
         mask = Padding([max(1, keys - 1 - 2 * b) for b in range(B)])
-    rope = None if arguments["rope"] is None else RoPE(pairing=arguments["rope"])
+    rope = None if arguments["rope"] is None else RoPE(base=arguments["rope_base"], pairing=arguments["rope"])
     options = {
         "kv_heads": kv_heads,
         "rope": rope,

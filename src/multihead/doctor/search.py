@@ -52,6 +52,8 @@ def reproduces(variant: Variant, observations: Sequence[Observation]) -> bool:
         return False  # NaN throughout is no evidence of anything
     for seen in observations:
         if variant.lower:
+            if variant.unrounded != RIGHT and not seen.may_equal(variant.unrounded):
+                return False
             if not seen.explains(variant):
                 return False
         elif not seen.may_equal(variant) or not seen.equals(variant):

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from multihead import steps
 from multihead.doctor import masking
+from multihead.doctor.arithmetic import beyond, repacked, scale_of
+from multihead.doctor.norms import Norm, spelt
 from multihead.doctor.rotation import turned
 from multihead.doctor.weights import Weights
 from multihead.masks import Mask
@@ -48,31 +50,37 @@ class Variant:
     over: str = "items"  # or "batch": (B, N, E) is taken for (N, B, E)
     normed: str = ""  # a norm that does not belong: see `_normed`
     # Step 2, split, and what makes q and k ready to meet
-    split: str = "transpose"  # "view", "interleaved"
+    split: str = "transpose"  # "view", "interleaved", "none": one head as wide as all
     split_of: str = "qkv"  # which of them are split that way
-    norm: str = "right"  # "unit": q and k of length 1, where the reference has no norm
+    norm: str = "right"  # "unit": q and k of length 1, where the reference has no norm; "added own 0, own 1"; "centred"
+    norm_of: str = "qk"  # which of them have a norm that the reference has not
     eps: float | None = None
     rope: str = "right"
     # Step 3, score
     repeat: str = "each"  # "all": head h reads key/value head h % G; "all of k", "all of v"; "first": all read head 0
-    scale: str = "right"
+    scale: str = "right"  # or by what; "after": once the softmax is done; "times:1.3"
     precision: str = (
-        ""  # the softmax's, where it is lower; "raised: float16": e to the scores, as a fused kernel has it
+        ""  # the softmax's, where it is lower; "raised: float16": e to the scores alone, "kept: …": not that
     )
     product: str = ""  # the precision of q·k, where it is lower; "scores: float16" where theirs is, once they are made
-    core: str = ""  # the precision of q, k, v and of what attention gives, where it is lower
+    core: str = ""  # the precision of q, k, v and of what attention gives, where it is lower; "layer: …": of everything
     overflow: str = ""  # "scores", "scaled", "exp": what leaves the range of a dtype, and which: "exp:float32"
     axis: str = "keys"  # or another; or "none", "sigmoid", "twice", "one more", "base 2": no softmax, or another one
-    softcap: str = "right"
+    softcap: str = "right"  # "missing", "after" the mask, "at:30"
     sinks: bool = True
     mask: str = "right"
     hide: str = "fill"  # "add", "add seen", "add hidden", "after", "renormalise": how the mask hides
     value: float = -torch.inf  # the number that hides
-    empty: str = "zero"  # what a row that sees nothing becomes: "nan", "mean", "all"
+    empty: str = "zero"  # what a row that sees nothing becomes: "nan", "mean", "all", "own"
     # Steps 5, 6 and 7
     merge: str = "transpose"  # "view", "reverse", "interleaved"
     output: str = "right"  # "missing", "per head", "bias twice"
     residual: bool = False
+
+    @property
+    def unrounded(self) -> "Variant":
+        """The same formula in the right precision."""
+        return replace(self, precision="", product="", core="")
 
     @property
     def lower(self) -> str:
@@ -82,31 +90,33 @@ class Variant:
 
 RIGHT = Variant()
 ALL = slice(None)
-READY = ("normed", "packing", "transposed", "unbiased", "roles", "sources", "split", "split_of", "norm", "eps", "rope")
+READY = (
+    "normed",
+    "packing",
+    "transposed",
+    "unbiased",
+    "roles",
+    "sources",
+    "split",
+    "split_of",
+    "norm",
+    "norm_of",
+    "eps",
+    "rope",
+)
 STEP_3 = "repeat scale precision product core overflow axis softcap sinks mask hide value empty"
 SCORED = (*READY, *STEP_3.split())
 MOST_KEPT = 2000  # intermediates of one call
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-CORES: dict[str, list[dict[str, Any]]] = {  # attention in half precision: as a fused kernel sums, or step by step
-    name: [
-        {"core": name} | more
-        for more in (
-            {"precision": f"raised: {name}"},
-            {},
-            {"product": name},
-            {"product": name, "precision": name},
-        )
-    ]
-    for name in HALVES
-}
 
 
 class Specification:
     """Runs variants of the seven steps on one call; `dtype` below float32 is rounded to after every operation."""
 
-    def __init__(self, weights: Weights, call: Call, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, weights: Weights, call: Call, dtype: torch.dtype = torch.float64, joined: bool = False) -> None:
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.rounded = dtype if dtype != self.dtype else None
+        self.joined = joined  # whether a bias joins a product before it is rounded
         self.weights = weights.to(self.dtype)
         self.call = call
         self.x = call.x.to(self.dtype)
@@ -124,6 +134,8 @@ class Specification:
         if variant.over == "batch":
             across = self._across().trace(replace(variant, over="items"), columns)
             return {name: t.transpose(0, 1) for name, t in across.items()}
+        if variant.core.startswith("layer"):
+            return self._lower(variant.lower).trace(replace(variant, core=""), columns)
         q, k, v = (self._once(f"heads of {'qkv'[n]}", READY, variant, self._ready, n) for n in range(3))
         weights = self._once("weights", SCORED, variant, self._weights, q, k)
         heads = self._once("heads", SCORED, variant, self._mix, weights, v)
@@ -141,29 +153,29 @@ class Specification:
             self._held["across"] = Specification(self.weights, call, self.rounded or self.dtype)
         return self._held["across"]
 
-    def _normed(self, t: Tensor, variant: Variant, place: str) -> Tensor:
-        """A norm where the seven steps have none: `variant.normed` is "layer on x", "rms 0 on merged heads", ….
+    def _lower(self, name: str) -> "Specification":
+        """The same call with everything in half precision, rounded after every operation."""
+        if name not in self._held:
+            call = replace(self.call, x=self._half(self.call.x, name))
+            if call.context is not None:
+                call = replace(call, context=self._half(call.context, name))
+            self._held[name] = Specification(self.weights.to(HALVES[name]), call, HALVES[name], joined=True)
+        return self._held[name]
 
-        A number is that of one of the candidate's own; a norm without parameters may have another eps than 1e-5.
-        """
-        kind, _, where = variant.normed.partition(" on ")
-        if where != place:
-            return t
-        kind, _, number = kind.partition(" ")
-        if number.isdecimal():
-            weight, bias, eps = self.weights.inner[int(number)]
-        else:
-            weight, bias, eps = None, None, float(number.removeprefix("eps") or 1e-5)
-        t = t - t.mean(-1, keepdim=True) if kind == "layer" else t
-        t = t * (t.square().mean(-1, keepdim=True) + eps).rsqrt()
-        t = t if weight is None else t * weight
-        return self._round(t if bias is None else t + bias)
+    def _normed(self, t: Tensor, variant: Variant, place: str) -> Tensor:
+        """A norm where the seven steps have none: `variant.normed` is "layer on x", "own 0 on merged heads", …."""
+        text, _, where = variant.normed.partition(" on ")
+        return t if where != place else self._round(spelt(text, self.weights.inner)(t))
 
     def _half(self, t: Tensor, name: str) -> Tensor:
         return t.to(HALVES[name]).to(self.dtype)
 
     def _round(self, t: Tensor) -> Tensor:
         return t if self.rounded is None else t.to(self.rounded).to(self.dtype)
+
+    def _product(self, t: Tensor) -> Tensor:
+        """A product as it is before a bias joins it: `nn.Linear` rounds once, after that."""
+        return t if self.joined else self._round(t)
 
     def _once(self, name: str, choices: tuple[str, ...], variant: Variant, make: Callable, *given: Any) -> Tensor:
         """What `make` makes, kept by the choices it depends on."""
@@ -194,8 +206,8 @@ class Specification:
             if name in variant.transposed:
                 w = w.flatten(1).T.unflatten(1, w.shape[1:])
             given = self._normed(self.x if source == "x" else self.context, variant, "x")
-            made = self._round(steps.project(given, w))
-            self._made[key] = made if b is None or name in variant.unbiased else self._round(made + b)
+            made = self._product(steps.project(given, w))
+            self._made[key] = self._round(made if b is None or name in variant.unbiased else made + b)
         return self._made[key]
 
     def _ready(self, variant: Variant, n: int) -> Tensor:
@@ -208,31 +220,42 @@ class Specification:
             t = self._rms(t, n, variant, (-2, -1))
         if how == "view":
             t = t.reshape(B, heads, N, width)
+        elif how == "none":
+            t = t.reshape(B, 1, N, heads * width)
         elif how == "interleaved":
             t = t.reshape(B, N, width, heads).permute(0, 3, 1, 2)
         else:
             t = steps.split(t)
-        if normed and variant.norm in ("right", "q only", "k only"):
+        if normed and variant.norm in ("right", "centred", "q only", "k only"):
             t = self._rms(t, n, variant, (-1,))
         elif normed and variant.norm in ("positions", "heads axis"):
             t = self._rms(t, n, variant, (2,) if variant.norm == "positions" else (1,))
-        if n < 2 and variant.norm == "unit":
+        added = n < 2 and "qk"[n] in variant.norm_of
+        if added and variant.norm == "unit":
             t = self._round(t / t.norm(dim=-1, keepdim=True))
+        kind, _, which = variant.norm.partition(" ")
+        if added and kind == "added":
+            t = self._round(spelt(which.split(", ")[n], self.weights.of_heads)(t))
         if self.weights.rope is not None:
             where = None if n and self.call.context is not None else self.call.positions
             t = self._round(turned(self.weights.rope, t, n, variant.rope, where))
+        if added and kind == "turned":
+            t = self._round(spelt(which.split(", ")[n], self.weights.of_heads)(t))
         return self._rms(t, n, variant, (-1,)) if normed and variant.norm == "after rope" else t
 
     def _rms(self, t: Tensor, n: int, variant: Variant, axes: tuple[int, ...]) -> Tensor:
         assert self.weights.norm is not None
         eps = self.weights.eps if variant.eps is None else variant.eps
-        length = t.square().mean(axes, keepdim=True) + eps
-        return self._round(t * length.rsqrt() * self.weights.norm[n])
+        centred = variant.norm == "centred"
+        bias = self.weights.of_heads[n].bias if centred and len(self.weights.of_heads) > 1 else None
+        return self._round(Norm(centred, self.weights.norm[n], bias, eps)(t, axes))
 
     # Steps 3 and 4
 
     def heads_of(self, t: Tensor, variant: Variant, name: str = "k") -> Tensor:
         H = self.weights.sizes.H
+        if variant.split == "none":
+            return t
         if variant.repeat == "first":
             return t[:, :1].expand(-1, H, *[-1] * (t.dim() - 2))
         if variant.repeat not in ("all", f"all of {name}") or t.shape[1] == H:
@@ -252,23 +275,26 @@ class Specification:
             scores = self._half(torch.einsum(form, q, k) * scale, product)
         elif product:
             q, k = (self._half(t, product) for t in (q, k))
-            scores = self._half(torch.einsum(form, q, k), product) * scale
+            scores = self._round(self._half(torch.einsum(form, q, k), product) * scale)
         elif variant.overflow.startswith("scores"):
             scores = beyond(torch.einsum(form, q, k), variant.overflow) * scale
         else:
-            scores = self._round(torch.einsum(form, q, k) * scale)
+            scores = torch.einsum(form, q, k) * scale
+            scores = scores if ": " in variant.precision else self._round(scores)
             scores = beyond(scores, variant.overflow) if variant.overflow.startswith("scaled") else scores
         if variant.mask == "right" and self.call.mask is None:
             allowed = None
         else:
             allowed = self._once("allowed", ("mask",), variant, self._allowed)
         cap = None if variant.softcap == "missing" else w.softcap
-        if cap is not None and variant.softcap == "right":
+        cap = float(variant.softcap[3:]) if variant.softcap.startswith("at:") else cap
+        if cap is not None and variant.softcap != "after":
             scores = self._round(torch.tanh(scores / cap) * cap)
         masked = self._hide(scores, allowed, variant)
         if cap is not None and variant.softcap == "after":
             masked = self._round(torch.tanh(masked / cap) * cap)
         weights = self._softmax(masked, variant)
+        weights = weights * w.scale if variant.scale == "after" else weights
         if allowed is None:
             return weights
         if variant.hide in ("after", "renormalise"):
@@ -276,7 +302,11 @@ class Specification:
             return weights / weights.sum(-1, keepdim=True) if variant.hide == "renormalise" else weights
         if variant.empty != "zero" and variant.axis == "keys":
             nothing = ~allowed.any(-1, keepdim=True)
-            instead = self._softmax(scores, variant) if variant.empty == "all" else weights * 0 + 1 / self.K
+            if variant.empty == "own":  # what it should see
+                scores = scores.masked_fill(
+                    ~masking.dense(self.call.mask, self.B, self.Q, self.K, self.x.device), -torch.inf
+                )
+            instead = weights * 0 + 1 / self.K if variant.empty == "mean" else self._softmax(scores, variant)
             weights = torch.where(nothing, torch.nan if variant.empty == "nan" else instead, weights)
         return weights
 
@@ -304,7 +334,8 @@ class Specification:
         fused, _, precision = variant.precision.rpartition(": ")
         if fused:
             e = (masked - masked.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
-            return self._half(e, precision) / e.sum(-1, keepdim=True).clamp(min=1.0)
+            raised = self._half(e, precision) if fused == "raised" else e
+            return raised / e.sum(-1, keepdim=True).clamp(min=1.0)
         if variant.precision:
             return torch.softmax(masked.to(HALVES[variant.precision]), -1).to(self.dtype)
         if variant.axis == "sigmoid":
@@ -347,35 +378,7 @@ class Specification:
             out = torch.einsum("bqhv,veh->bqhe", merged.unflatten(-1, (H, V)), groups).flatten(2)[..., columns]
         else:
             w = w.flatten(0, 1).T.unflatten(0, (H, V)) if "o" in variant.transposed else w
-            out = self._round(steps.output(merged, w[..., columns]))
+            out = self._product(steps.output(merged, w[..., columns]))
         if b is not None and variant.output != "missing" and "o" not in variant.unbiased:
             out = out + b[columns] * (2 if variant.output == "bias twice" else 1)
         return out + self.x[..., columns] if variant.residual else out
-
-
-def repacked(rows: dict[str, Tensor], packing: str) -> dict[str, Tensor]:
-    """q, k and v, (H, D, …) each, after they were packed one way and read another."""
-    q, k, v = rows["q"], rows["k"], rows["v"]
-    H, D, *rest = q.shape
-    if packing == "split":  # packed per head, read per matrix
-        flat = torch.stack((q, k, v), 1).reshape(3, H, D, *rest)
-        return dict(zip("qkv", flat.unbind(0)))
-    flat = torch.stack((q, k, v))  # packed per matrix: (3, H, D, …)
-    if packing == "per head":
-        return dict(zip("qkv", flat.reshape(H, 3, D, *rest).unbind(1)))
-    return dict(zip("qkv", flat.reshape(H, D, 3, *rest).unbind(2)))
-
-
-def beyond(t: Tensor, overflow: str) -> Tensor:
-    """`t` as a dtype would hold it, as far as its range goes: what is beyond it is inf, what is below it 0."""
-    limits = torch.finfo(getattr(torch, overflow.partition(":")[2]))
-    t = torch.where(t.abs() > limits.max, t.sign() * torch.inf, t)
-    return torch.where(t.abs() < limits.smallest_normal * limits.eps / 2, 0.0, t)
-
-
-def scale_of(w: Weights, how: str, K: int) -> float:
-    E, H, D = w.sizes.E, w.sizes.H, w.sizes.D
-    return {
-        "right": w.scale, "none": 1.0, "√E": E**-0.5, "D": 1 / D, "E": 1 / E, "√H": H**-0.5, "H": 1 / H,
-        "times √D": D**0.5, "√K": K**-0.5, "1/√D": D**-0.5,
-    }[how]  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from multihead.doctor.norms import Norm, norms_of
 from multihead.layer import MultiHeadAttention
 from multihead.positions import RoPE
 from multihead.sizes import Sizes
@@ -26,7 +27,8 @@ class Weights:
     eps: float = 1e-6
     softcap: float | None = None
     sinks: Tensor | None = None
-    inner: tuple[tuple[Tensor | None, Tensor | None, float], ...] = ()  # norms over E inside: weight, bias, eps
+    inner: tuple[Norm, ...] = ()  # the candidate's own norms over E
+    of_heads: tuple[Norm, ...] = ()  # and over D
 
     @staticmethod
     def of(layer: MultiHeadAttention) -> "Weights":
@@ -57,21 +59,13 @@ class Weights:
             b={name: None if t is None else t.to(dtype) for name, t in self.b.items()},
             norm=None if self.norm is None else (self.norm[0].to(dtype), self.norm[1].to(dtype)),
             sinks=None if self.sinks is None else self.sinks.to(dtype),
-            inner=tuple((*(None if t is None else t.to(dtype) for t in (w, b)), eps) for w, b, eps in self.inner),  # type: ignore[misc]
+            inner=tuple(norm.to(dtype) for norm in self.inner),
+            of_heads=tuple(norm.to(dtype) for norm in self.of_heads),
         )
 
     def with_norms_of(self, module: object) -> "Weights":
-        """The same, knowing the norms over E that a candidate has inside."""
-        if not isinstance(module, nn.Module):
-            return self
-        kinds = [child for child in module.modules() if isinstance(child, nn.LayerNorm | nn.RMSNorm)]
-        found = [norm for norm in kinds if tuple(norm.normalized_shape) == (self.sizes.E,)]
-        detached = []
-        for norm in found[:2]:
-            weight, bias = norm.weight, getattr(norm, "bias", None)
-            eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-            detached.append((None if weight is None else weight.detach(), None if bias is None else bias.detach(), eps))
-        return replace(self, inner=tuple(detached))
+        """The same, knowing the norms over E and over D that a candidate has inside."""
+        return replace(self, inner=norms_of(module, self.sizes.E), of_heads=norms_of(module, self.sizes.D))
 
 
 def _matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:

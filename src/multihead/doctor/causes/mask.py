@@ -21,7 +21,7 @@ def _kinds(*names: str) -> Ways:
                 yield detail, {"mask": kind}
                 wrong = masking.mistaken(kind, setting.call.mask, B, Q, K, setting.call.x.device)
                 if not bool(wrong.any(-1).all()):  # some row sees nothing: what becomes of it is a choice of its own
-                    for empty in ("nan", "mean", "all"):
+                    for empty in ("nan", "mean", "all", "own"):
                         yield detail, {"mask": kind, "empty": empty}
 
     return ways

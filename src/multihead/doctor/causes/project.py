@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 
-import torch
-
 from multihead.doctor.cause import Cause, Changes, Setting, when
+from multihead.doctor.norms import spellings, word
 from multihead.masks import Causal
 
 
@@ -52,16 +51,11 @@ def _over_the_batch(setting: Setting) -> Iterable[tuple[str, Changes]]:
         yield "", {"over": "batch"}
 
 
-EPS = tuple(f" eps{eps}" for eps in (1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps))  # where it is not 1e-5
-
-
 def _normed(setting: Setting) -> Iterable[tuple[str, Changes]]:
-    s = setting.weights.sizes
-    own = [f" {n}" for n in range(len(setting.weights.inner))]
+    s, own = setting.weights.sizes, setting.weights.inner
     for place in ("x", "the output", *(["merged heads"] if s.H * s.V == s.E else [])):
-        for kind, word in (("layer", "LayerNorm"), ("rms", "RMSNorm")):
-            for number in (*own, "", *EPS):
-                yield f"({word} on {place})", {"normed": f"{kind}{number} on {place}"}
+        for text in spellings(len(own)):
+            yield f"({word(text, own)} on {place})", {"normed": f"{text} on {place}"}
 
 
 CAUSES = (

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from multihead.doctor.cause import Cause, Changes, Setting, Ways, one, when
-from multihead.doctor.variant import CORES
 
 
 def _scale(how: str) -> Ways:
@@ -66,6 +65,15 @@ CAUSES = (
         "The reference was made with a scale of its own (`scale=`), and this implementation divides by √D.",
         "scores = q @ k.transpose(-2, -1) * scale",
         when(lambda s: abs(s.weights.scale - s.weights.sizes.D**-0.5) > 1e-9, {"scale": "1/√D"}),
+    ),
+    Cause(
+        "scale after the softmax",
+        3,
+        "The weights are divided by √D instead of the scores: the softmax sees scores √D times too large, and a row's "
+        "weights add up to 1/√D.",
+        "weights = (q @ k.transpose(-2, -1) / math.sqrt(D)).softmax(dim=-1)",
+        _scale("after"),
+        paired=1,
     ),
     Cause(
         "softmax over queries",
@@ -140,8 +148,16 @@ CAUSES = (
         "q and k are divided by their lengths, so that a score is a cosine: between −1 and 1 before the scale, and the "
         "weights come out nearly even. The reference takes them as they are.",
         "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # no F.normalize; or a reference with qk_norm=True",
-        when(lambda s: s.weights.norm is None, {"norm": "unit"}),
-        paired=0,
+        lambda s: (
+            [
+                ("", {"norm": "unit"}),
+                ("(q alone)", {"norm": "unit", "norm_of": "q"}),
+                ("(k alone)", {"norm": "unit", "norm_of": "k"}),
+            ]
+            if s.weights.norm is None
+            else []
+        ),
+        paired=1,
     ),
     Cause(
         "GQA: k and v repeated in two ways",
@@ -195,35 +211,5 @@ CAUSES = (
         "logits = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], dim=-1)\n"
         "weights = logits.softmax(dim=-1)[..., :-1]",
         when(lambda s: s.weights.sinks is not None, {"sinks": False}),
-    ),
-    Cause(
-        "half-precision scores",
-        3,
-        "q·k runs in float16 or bfloat16 (often under autocast, or with q and k cast for speed): the scores are good "
-        "to three digits (two in bfloat16), and a score of 30 is off by up to 0.1. The formula is right; the numbers "
-        "are rounded before the softmax, which raises e to them.",
-        "scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(D)",
-        lambda s: [
-            (f"({name})", {"product": f"{when}{name}"}) for name in ("bfloat16", "float16") for when in ("", "scores: ")
-        ],
-        paired=0,
-    ),
-    Cause(
-        "half-precision softmax",
-        3,
-        "The softmax runs in float16 or bfloat16: weights are good to three digits (two in bfloat16), and what is "
-        "below about 6e-8 in float16 becomes 0. The formula is right; the numbers are rounded on the way.",
-        "weights = scores.float().softmax(dim=-1).to(v.dtype)",
-        lambda s: [(f"({name})", {"precision": name}) for name in ("bfloat16", "float16")],
-        paired=0,
-    ),
-    Cause(
-        "attention in half precision",
-        3,
-        "q, k and v are cast to float16 or bfloat16, and attention runs in it (often for a fused kernel that takes no "
-        "float32): the output is good to three digits (two in bfloat16). The formula is right.",
-        "out = attend(q, k, v)            # in their own dtype; or compare with a reference in that dtype",
-        lambda s: [(f"({name})", changes) for name, ways in CORES.items() for changes in ways],
-        paired=0,
     ),
 )

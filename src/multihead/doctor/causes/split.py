@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from multihead.doctor.cause import Cause, Changes, Setting, Ways, when
+from multihead.doctor.norms import spellings, word
 
 
 def _by_view(how: str) -> Ways:
@@ -59,6 +60,26 @@ def _norm(setting: Setting) -> bool:
     return setting.weights.norm is not None
 
 
+def _plain(setting: Setting) -> bool:
+    w = setting.weights
+    return w.sizes.H == w.sizes.G > 1 and w.rope is None and w.norm is None and w.sinks is None
+
+
+def _added(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    """Norms of the candidate's own first: one for q and one for k, or one for both."""
+    if _norm(setting):
+        return
+    own = setting.weights.of_heads
+    kinds = [(f"own {n}", f"own {n + 1}") for n in range(len(own) - 1)]
+    kinds += [(text, text) for text in spellings(len(own))]
+    orders = ("added", "turned") if own and _rope(setting) else ("added",)
+    for letters, said in (("qk", "q and k"), ("q", "q alone"), ("k", "k alone")):
+        for q, k in kinds:
+            for order in orders:
+                detail = f"({word(q, own)} on {said}{', after RoPE' if order == 'turned' else ''})"
+                yield detail, {"norm": f"{order} {q}, {k}", "norm_of": letters}
+
+
 BASES = (1e4, 5e5, 1e6, 1.6e5, 1e3, 1e2, 1e5, 5e6, 1e7, 1e8)
 
 _OFF_BY_ONE = (
@@ -85,6 +106,14 @@ CAUSES = (
         "are not.",
         "q = q.view(B, N, H, D).transpose(1, 2)           # not view(B, N, D, H)",
         _by_view("interleaved"),
+    ),
+    Cause(
+        "heads not split",
+        2,
+        "q, k and v meet as they come out of the projections, (B, N, H·D): one head as wide as the model, with one "
+        "pattern of weights where H were asked for. Every shape fits.",
+        "q, k, v = (t.view(B, N, H, D).transpose(1, 2) for t in (q, k, v))",
+        when(_plain, {"split": "none", "scale": "√HD"}, {"split": "none"}),
     ),
     Cause(
         "RoPE pairs halves against interleaved",
@@ -190,6 +219,23 @@ CAUSES = (
         "The reference normalises each head's q and k (RMS over D) before they meet; here they meet as they are.",
         "q, k = q_norm(q), k_norm(k)      # on (B, H, N, D), before RoPE",
         when(_norm, {"norm": "none"}, {"norm": "q only"}, {"norm": "k only"}),
+    ),
+    Cause(
+        "QK-norm where the reference has none",
+        2,
+        "Each head's q and k are normalised before they meet (as in Qwen 3, OLMo 2 or ViT-22B), and the reference "
+        "takes them as they are: the scores no longer grow with the length of q and k.",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # or a reference with qk_norm=True",
+        _added,
+    ),
+    Cause(
+        "QK-norm centred (LayerNorm) instead of RMSNorm",
+        2,
+        "The norm of q and k takes the mean away first, as LayerNorm does (and timm's `qk_norm` unless told "
+        "otherwise); the reference has an RMSNorm, which only divides by the root of the mean square.",
+        "self.q_norm, self.k_norm = nn.RMSNorm(D), nn.RMSNorm(D)",
+        when(_norm, {"norm": "centred"}),
+        paired=1,
     ),
     Cause(
         "QK-norm over the wrong axis",

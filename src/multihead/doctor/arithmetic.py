@@ -1,0 +1,36 @@
+"""What single choices of a variant come down to: rows packed otherwise, a range that ends, the factor of the scores."""
+
+import torch
+from torch import Tensor
+
+from multihead.doctor.weights import Weights
+
+
+def repacked(rows: dict[str, Tensor], packing: str) -> dict[str, Tensor]:
+    """q, k and v, (H, D, …) each, after they were packed one way and read another."""
+    q, k, v = rows["q"], rows["k"], rows["v"]
+    H, D, *rest = q.shape
+    if packing == "split":  # packed per head, read per matrix
+        flat = torch.stack((q, k, v), 1).reshape(3, H, D, *rest)
+        return dict(zip("qkv", flat.unbind(0)))
+    flat = torch.stack((q, k, v))  # packed per matrix: (3, H, D, …)
+    if packing == "per head":
+        return dict(zip("qkv", flat.reshape(H, 3, D, *rest).unbind(1)))
+    return dict(zip("qkv", flat.reshape(H, D, 3, *rest).unbind(2)))
+
+
+def beyond(t: Tensor, overflow: str) -> Tensor:
+    """`t` as a dtype would hold it, as far as its range goes: what is beyond it is inf, what is below it 0."""
+    limits = torch.finfo(getattr(torch, overflow.partition(":")[2]))
+    t = torch.where(t.abs() > limits.max, t.sign() * torch.inf, t)
+    return torch.where(t.abs() < limits.smallest_normal * limits.eps / 2, 0.0, t)
+
+
+def scale_of(w: Weights, how: str, K: int) -> float:
+    E, H, D = w.sizes.E, w.sizes.H, w.sizes.D
+    if how.startswith("times:"):
+        return w.scale * float(how[6:])
+    return {
+        "right": w.scale, "none": 1.0, "after": 1.0, "√E": E**-0.5, "D": 1 / D, "E": 1 / E, "√H": H**-0.5, "H": 1 / H,
+        "times √D": D**0.5, "√K": K**-0.5, "√HD": (H * D) ** -0.5, "1/√D": D**-0.5,
+    }[how]  # fmt: skip
