@@ -64,8 +64,8 @@ def diagnose(
     ...     return layer.o_proj((weights @ t["v_heads"]).transpose(1, 2).flatten(2))
     >>> mh.diagnose(layer, layer, torch.randn(2, 5, 32)).verdict
     'healthy'
-    >>> mh.diagnose(broken, layer, torch.randn(2, 5, 32)).where[-1]
-    'so look in step 3'
+    >>> mh.diagnose(broken, layer, torch.randn(2, 5, 32)).cause
+    'scale by another number (0.4419, 1.25 times the right one)'
     """
     if not callable(candidate):
         raise TypeError(f"candidate is a {type(candidate).__name__}: expected something callable")
