@@ -58,13 +58,15 @@ def test_positions_and_a_single_sequence() -> None:
     adds_up(layer.look(x, positions=where).why(4, 1, 2), float(scores.reshape(-1, H, N, N)[0, 2, 4, 1]))
 
 
-def test_a_frequency_is_its_pair_and_the_rest_does_not_turn() -> None:
-    layer = mh.MultiHeadAttention(E, H, rope=mh.RoPE(dim=4))
-    why = layer.look(torch.randn(1, N, E)).why(3, 1, 0)
+@pytest.mark.parametrize("pairing", ["halves", "interleaved"])
+def test_a_frequency_is_its_pair_and_the_rest_does_not_turn(pairing: str) -> None:
+    layer = mh.MultiHeadAttention(40, 4, rope=mh.RoPE(dim=6, pairing=pairing))
+    why = layer.look(torch.randn(1, N, 40)).why(3, 1, 0)
     d = why.dimensions
-    expected = torch.stack([d[0] + d[2], d[1] + d[3], d[4:].sum()])
+    pairs = [(0, 3), (1, 4), (2, 5)] if pairing == "halves" else [(0, 1), (2, 3), (4, 5)]
+    expected = torch.stack([*(d[i] + d[j] for i, j in pairs), d[6:].sum()])
     torch.testing.assert_close(why.frequencies, expected)
-    assert why.radians.tolist() == pytest.approx([1.0, 0.01, 0.0])
+    assert why.radians.tolist() == pytest.approx([1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3), 0.0])
 
 
 def test_bare_queries_and_keys_know_dimensions_only() -> None:
@@ -133,6 +135,17 @@ def test_the_drawing() -> None:
     assert {"by source, of the query × of the key", "by RoPE frequency", "by dimension"} <= set(lines)
     assert any(line.startswith("  x × x ") and "█" in line for line in lines)
     assert max(len(line) for line in lines) <= 100
+
+
+def test_bars_go_left_below_0_and_are_as_long_as_their_terms() -> None:
+    q, k = torch.zeros(1, 1, 1, 12), torch.ones(1, 1, 1, 12)
+    q[..., :10] = torch.tensor([8.0, -4.0, 2.0, -1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.25])
+    lines = str(mh.look(q, k, scale=1.0).why(0, 0, 0)).splitlines()
+    drawn = {line.split()[0]: line for line in lines[2:]}
+    sides = {name: tuple(part.count("█") for part in line.split("│")) for name, line in drawn.items()}
+    assert [sides[name] for name in "0123"] == [(0, 24), (12, 0), (0, 6), (3, 0)]
+    assert drawn["the"].split()[:4] == ["the", "other", "4", "+0.75"]
+    assert lines[0] == "head 0, query 0 for key 0: score +9.75, weight 1"
 
 
 @pytest.mark.parametrize(
