@@ -166,6 +166,22 @@ def test_a_hint_never_names_the_prefix_that_was_just_refused() -> None:
         assert f"or '{PREFIX}'" not in str(refused.value)
 
 
+def test_a_refusal_says_each_thing_once_and_what_the_names_are() -> None:
+    layer = mh.MultiHeadAttention(64, heads=8)
+    checkpoint = mh.save_weights(layer, layout="gpt2", prefix="h.0.attn.")
+    with pytest.raises(ValueError, match="missing: q_proj") as refused:
+        mh.load_weights(
+            layer, checkpoint | mh.save_weights(layer, layout="gpt2", prefix="h.1.attn."), "llama", prefix="h.0.attn"
+        )
+    assert str(refused.value).endswith("; these are the names of 'gpt2'")
+    with pytest.raises(ValueError, match="does not fit the layer, which has Sizes") as refused:
+        mh.load_weights(mh.MultiHeadAttention(32, heads=8), checkpoint, prefix="h.0.attn")
+    assert str(refused.value).count("c_attn.weight") == 1
+    assert str(refused.value).endswith("nor as nanogpt, gpt-bigcode")
+    with pytest.raises(ValueError, match=r"layout='gpt-2': .*; did you mean 'gpt2'\?"):
+        mh.load_weights(layer, checkpoint, "gpt-2", prefix="h.0.attn")
+
+
 def test_the_closest_layout_is_named_only_where_it_is_close() -> None:
     odd = {"query.bias": torch.zeros(E), "value.bias": torch.zeros(E), "dense_h.weight": torch.zeros(E, E)}
     with pytest.raises(ValueError, match="no layout has these names") as refused:

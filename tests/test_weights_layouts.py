@@ -6,6 +6,7 @@ run on the same input.
 
 import importlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -351,6 +352,12 @@ def test_scale_is_the_layers_to_know() -> None:
     assert not torch.allclose(layer(x), theirs.run(x), atol=1e-3)
     layer.scale = layer.scale * math.sqrt(7)
     assert_close(layer(x), theirs.run(x), rtol=2e-5, atol=2e-5)
+
+
+def test_the_documentation_names_every_layout_once_and_no_other() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "weights.md").read_text(encoding="utf-8")
+    table = text[text.index("| layouts | compared with |") : text.index("```text\ntorch: ")]
+    assert sorted(re.findall(r"`([a-z0-9-]+)`", table)) == sorted(mh.weights.LAYOUTS)
 
 
 def test_the_documentation_draws_every_layout() -> None:

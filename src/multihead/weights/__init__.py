@@ -19,7 +19,17 @@ from multihead.weights.arrange import part_shape, repair
 from multihead.weights.files import Checkpoint, open_checkpoint, write
 from multihead.weights.layout import Entry, Layout
 from multihead.weights.layouts import LAYOUTS
-from multihead.weights.recognise import candidates, dotted, entries_of, hint, misfits, named, under, wrong_names
+from multihead.weights.recognise import (
+    candidates,
+    dotted,
+    entries_of,
+    hint,
+    misfits,
+    named,
+    other_names,
+    under,
+    wrong_names,
+)
 
 __all__ = ["LAYOUTS", "Entry", "Layout", "Loaded", "load_weights", "save_weights"]
 
@@ -83,7 +93,10 @@ def load_weights(
         chosen = named(layout)
         tensors = under(checkpoint, prefix)
         problems = wrong_names(chosen, tensors)
-        problems = [p + hint(checkpoint, prefix) for p in problems] or misfits(chosen, tensors, layer)
+        if problems:
+            problems[-1] += other_names(tensors, layer) or hint(checkpoint, prefix)
+        else:
+            problems = misfits(chosen, tensors, layer)
         if problems:
             raise ValueError(f"layout={layout!r}, prefix={prefix!r}: {'; '.join(problems)}")
         parts = _read(chosen, tensors, layer, pairing)

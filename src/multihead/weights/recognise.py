@@ -1,6 +1,7 @@
 """Which layout a checkpoint is in, from names and shapes, and what is wrong where it is in none."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 import torch
 
@@ -47,6 +48,12 @@ def hint(checkpoint: Checkpoint, refused: str = "") -> str:
     return f"; there is attention at prefix={' or '.join(repr(p) for p in found[:3])}" if found else ""
 
 
+def other_names(tensors: Checkpoint, layer: MultiHeadAttention) -> str:
+    """Which layouts have these names, and fit the layer, or nothing."""
+    fit = [one.name for one in REGISTERED if not wrong_names(one, tensors) and not misfits(one, tensors, layer)]
+    return f"; these are the names of {' and '.join(map(repr, fit))}" if fit else ""
+
+
 def entries_of(layout: Layout, tensors: Checkpoint) -> list:
     """The entries of a layout that this checkpoint has."""
     return [entry for entry in layout.entries if dotted(entry.key) in tensors]
@@ -76,7 +83,7 @@ def misfits(layout: Layout, tensors: Checkpoint, layer: MultiHeadAttention) -> l
         parts = [torch.empty(part_shape(part, s), device="meta") for part in entry.parts]
         want, have = tuple(entry.lie.join(parts, entry.parts, s).shape), tensors[dotted(entry.key)].shape()
         if want != have:
-            problems.append(f"{entry.key} has shape {have}: expected {want} for {s}")
+            problems.append(f"{entry.key} has shape {have}: expected {want}")
     covered = {part for entry in present for part in entry.parts}
     for part, argument, there in (
         ("q_norm", "qk_norm=True", layer.q_norm is not None),
@@ -97,7 +104,9 @@ def named(name: str) -> Layout:
     """The layout of this name; Hugging Face writes `gpt_neox` where we write `gpt-neox`."""
     name = name.replace("_", "-")
     if name not in LAYOUTS:
-        raise ValueError(f"layout={name!r}: expected one of {', '.join(LAYOUTS)}, or 'auto' to load")
+        like = get_close_matches(name, LAYOUTS, 1)
+        meant = f"; did you mean {like[0]!r}?" if like else ""
+        raise ValueError(f"layout={name!r}: expected one of {', '.join(LAYOUTS)}, or 'auto' to load{meant}")
     return LAYOUTS[name]
 
 
@@ -109,8 +118,10 @@ def candidates(tensors: Checkpoint, layer: MultiHeadAttention, checkpoint: Check
     problems = {layout.name: misfits(layout, tensors, layer) for layout in by_name}
     fitting = [layout for layout in by_name if not problems[layout.name]]
     if not fitting:
-        told = "; ".join(f"{name}: {', '.join(why)}" for name, why in problems.items())
-        raise ValueError(f"the checkpoint does not fit the layer. {told}")
+        nearest = min(problems, key=lambda name: len(problems[name]))
+        others = [name for name in problems if name != nearest]
+        told = f"{nearest}: {', '.join(problems[nearest])}" + (f"; nor as {', '.join(others)}" if others else "")
+        raise ValueError(f"the checkpoint does not fit the layer, which has {layer.sizes}. As {told}")
     return fitting
 
 
