@@ -596,6 +596,14 @@ def test_ablate_heads() -> None:
     assert torch.equal(logits(model, ids), plain)
 
 
+def test_heads_without_their_layer_are_refused_in_words() -> None:
+    with (
+        pytest.raises(TypeError, match=r"heads is a list: expected the heads of each layer, \{layer: \[head, …\]\}"),
+        mh.hf.ablate(torch.nn.Identity(), [0, 1]),
+    ):
+        pass
+
+
 def test_ablate_in_generate() -> None:
     """Token by token with a cache, as all at once."""
     model, ids = gpt2(), tokens(1, 5)

@@ -186,6 +186,8 @@ def ablate(
     >>> with torch.no_grad(), mh.hf.ablate(model, {0: [1, 3], 1: 2}):
     ...     without = model(torch.tensor([[5, 6, 7]]))
     """
+    if not isinstance(heads, Mapping):
+        raise TypeError(f"heads is a {type(heads).__name__}: expected the heads of each layer, {{layer: [head, …]}}")
     with ExitStack() as stack:
         for layer, chosen in heads.items():
             replaced = replacement(chosen, with_)
