@@ -602,6 +602,8 @@ def test_heads_without_their_layer_are_refused_in_words() -> None:
         mh.hf.ablate(torch.nn.Identity(), [0, 1]),
     ):
         pass
+    with pytest.raises(TypeError, match="model=int: expected a Hugging Face model"), mh.hf.watch(3):  # type: ignore[arg-type]
+        pass
 
 
 def test_ablate_in_generate() -> None:

@@ -399,3 +399,8 @@ def test_weights_of_large_scores_keep_their_last_digits() -> None:
         _, mean = attention(x, x, x)
     assert_close(weights.sum(-1), torch.ones(2, 4, 7), rtol=0, atol=3e-7)
     assert_close(mean, weights.mean(1), rtol=0, atol=3e-7)
+
+
+def test_what_is_no_module_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"model=int: expected an nn\.Module"):
+        ours.replace(3)  # type: ignore[arg-type]

@@ -400,6 +400,8 @@ def replace(model: nn.Module) -> Report:
       decoder.layers.0.multihead_attn
     encoder: nested tensors turned off
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected an nn.Module")
     report = Report()
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):

@@ -196,6 +196,7 @@ def _replace_modules(report: Report) -> None:
                 why_not = forward.why_not(rotary)
         if why_not is None:
             _put(report, name, forward)
+            report.left = {part: why for part, why in report.left.items() if not part.startswith(f"{name}.")}
         elif name in report.replaced:
             report.replaced[name] += f", not in one call ({why_not})"
         else:

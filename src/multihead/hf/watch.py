@@ -26,6 +26,8 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(mh.hf.attentions(model))
     ['h.0.attn', 'h.1.attn']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: expected a Hugging Face model")
     return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}
 
 
