@@ -2,11 +2,15 @@
 
 The first picture: from the request for the page to the drawn strip. Answers: from an event to the end of the frame that
 shows it, the median of several, at N=128 items, 8 heads of 128. Frames: while step 3 of the embedded sentence moves.
+Tiles: from the page's question to its numbers, on a map of 32,768 items, beside what the lens itself takes for them.
+Memory: of the server and of the page's process, before and after a map of 100,000 items was panned and zoomed (Linux).
 """
 
 import shutil
 import statistics
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +47,19 @@ FRAMES = """async () => {
   }
   return times.slice(5); }"""
 
+TILES = """async places => {
+  const { session } = multihead.app;
+  const times = [];
+  for (const place of places) {
+    const start = performance.now();
+    await session.python.ask('tile', {...session.long.get().where, head: 1, ...place}, new AbortController().signal);
+    times.push(performance.now() - start);
+  }
+  return times; }"""
+LONG, HUGE = 32_768, 100_000
+SHOWN = "() => multihead.app.session.long.get() !== null"
+EXACT = "() => document.querySelector('.map').dataset.exact === 'true'"
+
 
 def first_picture(browser: Any, url: str) -> float:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
@@ -50,6 +67,67 @@ def first_picture(browser: Any, url: str) -> float:
     took = page.evaluate(FIRST)
     page.close()
     return took
+
+
+def resident(process: int | str = "self") -> float:
+    """What a process has in memory, in MB; not known but on Linux."""
+    status = Path(f"/proc/{process}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1000 for line in lines if line.startswith("VmRSS")), float("nan"))
+
+
+def resident_page(browser: Any) -> float:
+    """The same of the largest process that draws a page."""
+    found = browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+    return max(resident(process["id"]) for process in found if process["type"] == "renderer")
+
+
+def long_page(browser: Any, url: str) -> Any:
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.goto(url)
+    page.wait_for_function(SHOWN, timeout=120_000)
+    return page
+
+
+def tiles(browser: Any) -> None:
+    layer, x = mh.MultiHeadAttention(512, heads=8).eval(), torch.randn(LONG, 512)
+    with torch.no_grad():
+        lens = layer.look(x, mask=mh.Causal())
+    with mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False, port=0) as running:
+        page = long_page(browser, running.url)
+        page.wait_for_function(EXACT, timeout=120_000)  # nothing else is computed any more
+        for level in (0, 3):
+            last = LONG // (256 * 2**level)
+            places = [{"level": level, "row": last - 1 - n, "column": last // 2 - 1 - n} for n in range(7)]
+            arrived = page.evaluate(TILES, places)
+            alone = []
+            for place in places:
+                size = 256 * 2**level
+                queries, keys = (range(place[axis] * size, (place[axis] + 1) * size) for axis in ("row", "column"))
+                start = time.perf_counter()
+                lens.map(256, 256, queries=queries, keys=keys, pool="max", heads=1)
+                alone.append(1000 * (time.perf_counter() - start))
+            print(
+                f"tile, {4**level:4d} a bin  {statistics.median(arrived):6.0f} ms, the lens alone "
+                f"{statistics.median(alone):.0f} ms, the medians of {len(places)}"
+            )
+        page.close()
+
+
+def memory(browser: Any) -> None:
+    layer, x = mh.MultiHeadAttention(128, heads=2).eval(), torch.randn(HUGE, 128)
+    with mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False, port=0) as running:
+        before = resident()
+        page = long_page(browser, running.url)
+        opened = resident_page(browser)
+        for n in range(60):
+            where = f"{1600 * n},{1500 * n},{(0.5, 1, 24)[n % 3]}"
+            page.evaluate("m => multihead.app.store.set({ map: m })", where)
+            page.wait_for_function("m => multihead.app.store.get().map === m", arg=where)
+            page.wait_for_function(EXACT, timeout=60_000)
+        print(f"server            {resident() - before:6.0f} MB more for {HUGE:,} items, 2 heads of 64")
+        print(f"page              {resident_page(browser):6.0f} MB after 60 places of that map, {opened:.0f} at first")
+        page.close()
 
 
 def main() -> None:
@@ -88,6 +166,9 @@ def main() -> None:
             for name, values in asked.items():
                 times = page.evaluate(ANSWERS, [name, values])
                 print(f"{name:17s} {statistics.median(times):6.0f} ms, the median of {len(times)}")
+            page.close()
+        tiles(browser)
+        memory(browser)
         browser.close()
 
 

@@ -208,3 +208,27 @@ def test_a_layer_of_ones_own(chromium: Any) -> None:
     assert "no mask" in explorer.page.inner_text("#mask-summary")
     explorer.close()
     running.close()
+
+
+SHIFTS = """globalThis.shifts = [];
+new PerformanceObserver(list => shifts.push(...list.getEntries().map(entry => ({
+  by: entry.value, what: entry.sources.map(s => s.node?.className ?? s.node?.nodeName ?? "gone") }))))
+  .observe({ type: "layout-shift", buffered: true });"""
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_nothing_jumps(chromium: Any, server: Any, width: int) -> None:
+    """Not while the page opens, not under the pointer, not while a step is played."""
+    explorer = Explorer(chromium, server, viewport={"width": width, "height": 900}, reduced_motion="no-preference")
+    explorer.page.add_init_script(SHIFTS)
+    explorer.open("model=lm&step=3&layer=1&head=1")
+    assert sum(shift["by"] for shift in explorer.js("() => shifts")) < 0.1, explorer.js("() => shifts")
+    explorer.at("weights", 1, 5, 3)  # in sight: scrolling moves things, too
+    explorer.frames(2).js("() => { shifts.length = 0; }")
+    for index in ([1, 5, 3], [1, 11, 10], [1, 0, 0], [1, 8, 4]):
+        explorer.hover("weights", *index)
+    explorer.page.mouse.move(2, 2)
+    explorer.page.locator(".play").dispatch_event("click")
+    explorer.frames(40)
+    assert explorer.js("() => shifts") == []
+    explorer.close()

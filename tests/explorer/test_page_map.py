@@ -307,6 +307,7 @@ def test_a_hundred_thousand_tokens_panned_and_zoomed(on_map: OnMap, session: Ses
         row = layer.look(x, mask=mh.Causal()).rows(99_980)[0, 0, 0]
     shown = on_map.explorer.js("() => Array.from({length: 10}, (_, n) => multihead.map.known(99980, 99965 + n).value)")
     torch.testing.assert_close(torch.tensor(shown), row[99_965:99_975], rtol=1e-4, atol=1e-9)
+    assert page.get_by_role("textbox", name="Text to look for").is_hidden()  # items without names: no text to look in
     assert on_map.hover(99_980, 99_970).startswith("weights[head 0, 99980 (99,980) → 99970 (99,970)]")
     on_map.explorer.js("() => multihead.app.store.set({ model: 'lm', map: '', view: 'steps' })")
     page.wait_for_selector(".strip button[aria-current]")

@@ -221,12 +221,14 @@ def links(lenses: Lenses, subject: Subject, request: Request) -> Answer:
 
 def thumbnails(lenses: Lenses, subject: Subject, request: Request) -> Answer:
     """Every head of the layer, small: of each bin of queries the one in the middle."""
-    lens = lenses.seen(subject, request).lens
+    seen = lenses.seen(subject, request)
+    lens, tokens = seen.lens, seen.items.tokens
     _, _, Q, K = lens.shape
     height, width = min(THUMBNAIL, Q), min(THUMBNAIL, K)
     middle = [(2 * row + 1) * Q // (2 * height) for row in range(height)]
     maps = lens.map(height, width, queries=middle, pool="max")[0]
-    return Answer({"count": Q, "keys": K, "heads": maps.shape[0]}, {"maps": maps.to(torch.float16)})
+    named = any(token["text"] != str(n) for n, token in enumerate(tokens))  # else there is nothing to look for
+    return Answer({"count": Q, "keys": K, "heads": maps.shape[0], "named": named}, {"maps": maps.to(torch.float16)})
 
 
 ROUTES = {"items": items, "find": find, "tile": tile, "links": links, "thumbnails": thumbnails}

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { load } from "./page.mjs";
 
-const { CLOSEST, SIDE, above, binsOf, centred, clamp, createStore, itemsIn, keyOf, levelFor, pan, pooled, takesLong, tilesIn, topLevel, weightText, wholeScale, withRows, zoom } = await load("tiles.js");
+const { CLOSEST, SIDE, above, binsOf, centred, clamp, contrastFor, createStore, itemsIn, keyOf, levelFor, pan, pooled, takesLong, tilesIn, topLevel, weightText, wholeScale, withRows, zoom } = await load("tiles.js");
 const { findIn, largest, sourceOfScene } = await load("sources.js");
 
 const LONG = { Q: 100_000, K: 100_000, width: 1000, height: 700 };
@@ -122,7 +122,7 @@ test("words are found across tokens, and names with a space between them", () =>
 
 test("links of a scene, both ways, largest first", async () => {
   const weights = { shape: [1, 2, 3], data: Float32Array.of(0.1, 0, 0.9, 0.5, 0.5, 0) };
-  const source = sourceOfScene({ key: "k", tensors: { weights }, labels: ["a", "b"], keyLabels: ["x", "y", "z"], tokens: [] });
+  const source = sourceOfScene({ key: "k", tensors: { weights }, labels: ["a", "b"], keyLabels: ["x", "y", "z"], tokens: [], meta: {} });
   const asked = async (role, item) => {
     let found = [];
     await source.links(0, role, item, 5, new AbortController().signal, (links) => (found = links));
@@ -130,4 +130,20 @@ test("links of a scene, both ways, largest first", async () => {
   };
   assert.deepEqual([await asked("query", 0), await asked("query", 1), await asked("key", 0), await asked("key", 2)], ["zx", "xy", "ba", "a"]);
   assert.deepEqual(largest([{ item: 2, weight: 1 }, { item: 1, weight: 1 }, { item: 0, weight: 0 }], 5).map((link) => link.item), [1, 2]);
+});
+
+test("the colours end where all but a few weights stay below, and at most a power of ten below the largest", () => {
+  const tile = (/** @type {number[]} */ ...data) => withRows(undefined, { level: 0, row: 0, column: 1 }, { rows: 1, columns: data.length, first: 0, to: 1, sample: false, data: Float32Array.from(data) });
+  const many = (/** @type {number} */ value) => Array.from({ length: 99 }, () => value);
+  assert.equal(contrastFor([tile(1, ...many(0.24))], 1), 0.6); // 0.24 lies below 2⁻²
+  assert.equal(contrastFor([tile(1, ...many(1e-5))], 1), 1);
+  assert.equal(contrastFor([tile(...many(0.9))], Math.fround(0.9)), 0);
+  assert.equal(contrastFor([tile(0, 0)], 1), 0);
+  const first = withRows(undefined, { level: 0, row: 0, column: 0 }, { rows: 2, columns: 2, first: 0, to: 2, sample: false, data: Float32Array.of(1, 0.2, 1, 0.2) });
+  assert.equal(contrastFor([first], 1), 0.6); // the first key, where heads rest, does not count
+});
+
+test("words can be looked for where items have names", () => {
+  const scene = (/** @type {string[]} */ labels, meta = {}) => sourceOfScene({ key: "k", tensors: { weights: { shape: [1, 2, 2], data: new Float32Array(4) } }, labels, keyLabels: labels, tokens: [], meta });
+  assert.deepEqual([scene(["0", "1"]), scene(["0", "b"]), scene(["class", "0,0"], { grid: {} })].map((source) => source.named), [false, true, false]);
 });

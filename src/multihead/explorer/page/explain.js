@@ -9,7 +9,7 @@ import { offset } from "./tensor.js";
 /** What there is to explain: the layer, its tensors by name, the labels of queries and keys, what is edited.
  * @typedef {{layer: import("./attention.js").Layer, tensors: Record<string, any>, labels: string[], keyLabels: string[], off: Map<number, string>, mixing: boolean}} Scene */
 /** `value`: how much it adds; `cells`: where it came from, the first being the one to follow.
- * @typedef {{label: string, value: number, detail: string, cells: Cell[], head?: number}} Term */
+ * @typedef {{label: string, value: number, detail: string, sum?: string, cells: Cell[], head?: number}} Term */
 /** @typedef {{cell: Cell, value: number, title: string, formula: string, lines: string[], terms: Term[], rest: {count: number, value: number} | null, bars: "signed" | "share"}} Explanation */
 
 const MOST = 8; // terms shown
@@ -172,7 +172,7 @@ function largest(terms, most = MOST) {
 
 /** "0.31·1.20 + 0.05·(−0.40) + …" @param {Term[]} terms @param {boolean} more */
 function sumText(terms, more) {
-  const parts = terms.slice(0, 3).map((term, n) => (n === 0 ? "" : " + ") + term.detail);
+  const parts = terms.slice(0, 3).map((term, n) => (n === 0 ? "" : " + ") + (term.sum ?? term.detail));
   return parts.join("") + (more || terms.length > 3 ? " + …" : "");
 }
 
@@ -380,7 +380,7 @@ function written(/** @type {Scene} */ scene, /** @type {Cell} */ cell, /** @type
       sum += part;
       if (Math.abs(part) > most) [most, at] = [Math.abs(part), d];
     }
-    terms.push({ label: `head ${h}`, value: sum, detail: `${numberText(sum)} from head ${h}`, head: h, cells: [{ name: "merged", index: [n, h * V + at] }, { name: "w_o", index: [h, at, e] }] });
+    terms.push({ label: `head ${h}`, value: sum, sum: factor(sum), detail: `largest: ${factor(t.merged.data[n * H * V + h * V + at])}·${factor(t.w_o.data[(h * V + at) * E + e])}`, head: h, cells: [{ name: "merged", index: [n, h * V + at] }, { name: "w_o", index: [h, at, e] }] });
   }
   const made = withBias(terms, t.b_o ? t.b_o.data[e] : 0, "b_o", value, formula + (t.b_o ? " + b_o" : ""));
   made.lines[1] = `${H} heads of ${V} terms each, added up: here the heads mix`;

@@ -47,7 +47,7 @@ export function createGrid(app, options) {
     ctx.font = FONT;
     const widest = (/** @type {string[]} */ labels) => labels.reduce((most, label) => Math.max(most, widthOf(ctx, label)), 0);
     const left = (s.rowLabels ? Math.min(Math.max(56, width * 0.2), 8 + widest(s.rowLabels)) : 0) + (s.rowBands ? BAND + 3 : 0);
-    const upright = s.columnLabels ? Math.min(84, 8 + widest(s.columnLabels) * 0.87) : 0;
+    const upright = s.columnLabels ? Math.min(84, 11 + widest(s.columnLabels) * 0.87) : 0;
     const top = Math.max(s.rowLabels ? 6 : 0, upright + (s.bands ? BAND + 3 : 0) + (s.lane ? BAND + 5 : 0));
     const most = options.cell ?? 30;
     const room = Math.max(40, width - left - (s.columnLabels ? 26 : 1));
@@ -197,7 +197,7 @@ export function createGrid(app, options) {
         ctx.translate(box.left + (c + 0.5) * box.cw + 2, above);
         ctx.rotate(-Math.PI / 3);
         ctx.fillStyle = bold ? colours.ink : colours.soft;
-        ctx.fillText(shorten(ctx, s.columnLabels[c] ?? "", above / 0.87), 0, 0);
+        ctx.fillText(shorten(ctx, s.columnLabels[c] ?? "", (above - 3) / 0.87), 0, 0);
         ctx.restore();
       }
     }
@@ -349,11 +349,11 @@ export function createLegend() {
   const node = el("span", { class: "legend" }, low, bar, high);
   return {
     node,
-    /** @param {import("./paint.js").Ink} ink */
-    show(ink) {
+    /** @param {import("./paint.js").Ink} ink @param {boolean} [beyond] whether there are numbers above its end */
+    show(ink, beyond = false) {
       const byHead = Boolean(ink.of);
       low.textContent = byHead ? "0" : numberText(ink.scale.low);
-      high.textContent = byHead ? `±${numberText(ink.scale.high)} by head` : numberText(ink.scale.high);
+      high.textContent = byHead ? `±${numberText(ink.scale.high)} by head` : `${beyond ? "≥ " : ""}${numberText(ink.scale.high)}`;
       const image = new ImageData(72, 1);
       for (let x = 0; x < 72; x++) image.data.set(byHead ? [128, 128, 128, (255 * (x + 1)) / 72] : [...rgbOf(ink.scale, ink.scale.low + ((ink.scale.high - ink.scale.low) * (x + 0.5)) / 72, ink.theme), 255], 4 * x);
       fit(bar, 72, 8).drawImage(bitmap(image), 0, 0, 72, 8);

@@ -91,6 +91,8 @@ export function createHeads(app) {
       drawnFor = key;
       wall.replaceChildren(...kept.slice(0, shownMost).map(({ head, n }) => card(head, n)));
     }
+    wall.classList.toggle("by-layer", sort.value === "place" && kept.length === answer.heads.length);
+    wall.style.setProperty("--heads", String(session.model().layers[0].sizes.H));
     more.hidden = kept.length <= shownMost;
     more.textContent = `Show all ${kept.length}`;
     const off = new Set(state.off.split(","));

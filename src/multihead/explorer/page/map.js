@@ -9,7 +9,7 @@ import { createGestures } from "./gestures.js";
 import { createMapSide } from "./map_side.js";
 import { bitmap, fit, layout, pixels, shorten } from "./paint.js";
 import { sourceOfPython, sourceOfScene } from "./sources.js";
-import { SIDE, above, centred, clamp, createStore, itemsIn, keyOf, levelFor, takesLong, tilesIn, topLevel, weightText, wholeScale, withRows } from "./tiles.js";
+import { SIDE, above, centred, clamp, contrastFor, count, createStore, itemsIn, keyOf, levelFor, takesLong, tilesIn, topLevel, weightText, wholeScale, withRows } from "./tiles.js";
 
 /** @typedef {import("./sources.js").Source} Source */
 /** @typedef {import("./tiles.js").Place} Place */
@@ -20,7 +20,6 @@ const MOST_BYTES = 48 * 2 ** 20; // of tiles; their pictures take as much again
 const AT_ONCE = 2; // tiles asked for at once: Python computes one, the next waits beside it
 const TEXT = 13; // pixels of an item from which on its name is written
 const FONT = "12px system-ui, sans-serif";
-export const count = (/** @type {number} */ n) => n.toLocaleString("en-US");
 
 /** @param {any} app */
 export function createMap(app) {
@@ -250,8 +249,10 @@ export function createMap(app) {
     }
     const { sink: withFirst, contrast: less } = store.get();
     const most = parts.reduce((m, [, , tile]) => Math.max(m, withFirst ? tile.most : tile.mostBesides), 0);
-    high = (most || 1) * 10 ** -less;
-    legend.show({ scale: { kind: "sequential", low: 0, high }, theme: app.theme() });
+    const drop = less >= 0 ? less : source.far ? contrastFor([...new Set(parts.map(([, , tile]) => tile))], most || 1) : 0;
+    high = (most || 1) * 10 ** -drop;
+    contrast.value = String(drop);
+    legend.show({ scale: { kind: "sequential", low: 0, high }, theme: app.theme() }, parts.some(([, , tile]) => tile.most > high * 1.0001));
     const ctx = fit(canvas, size.width, size.height);
     const colours = app.colours();
     ctx.save();
@@ -389,7 +390,6 @@ export function createMap(app) {
       const state = store.get();
       pool.show(state.pool);
       sink.checked = !state.sink;
-      contrast.value = String(state.contrast);
       showRail();
       side.update();
       node.dataset.exact = "false";

@@ -1,13 +1,12 @@
 // Beside the map: the links of a token, largest first, each a way to go there; words to look for; places to go to.
 
 import { el, segmented } from "./dom.js";
-import { weightText } from "./tiles.js";
+import { count, weightText } from "./tiles.js";
 
 /** @typedef {import("./sources.js").Link} Link */
 /** @typedef {import("./sources.js").Source} Source */
 
 const LINKS = [5, 10, 20, 50];
-const count = (/** @type {number} */ n) => n.toLocaleString("en-US");
 
 /** @param {any} app @param {{source: () => Source | null, head: () => number, go: (q: number, k: number) => void, locked: () => {q: number, k: number} | null, draw: () => void}} map */
 export function createMapSide(app, map) {
@@ -36,9 +35,10 @@ export function createMapSide(app, map) {
     const q = within(Number(query.value), source.Q);
     map.go(q, within(key.value === "" ? Math.min(q, source.K - 1) : Number(key.value), source.K));
   } }, query, key, el("button", { type: "submit", text: "Go" }));
+  const words = el("section", { "aria-labelledby": "find-title" }, el("h3", { id: "find-title", text: "Find in the text" }), search, el("div", { class: "tools" }, before, next), found);
   const node = el("aside", { class: "map-side", "aria-label": "Beside the map" },
     el("section", { "aria-labelledby": "links-title" }, title, el("div", { class: "tools" }, way.node, most), status, list),
-    el("section", { "aria-labelledby": "find-title" }, el("h3", { id: "find-title", text: "Find in the text" }), search, el("div", { class: "tools" }, before, next), found),
+    words,
     el("section", { "aria-labelledby": "go-title" }, el("h3", { id: "go-title", text: "Go to" }), jump));
   /** @type {AbortController | null} */
   let asking = null;
@@ -63,6 +63,7 @@ export function createMapSide(app, map) {
     const to = store.get().way === "to";
     const here = map.locked();
     way.show(to ? "to" : "from");
+    words.hidden = !source?.named;
     const item = here ? (to ? here.q : here.k) : null;
     const wanted = source && item !== null ? `${source.key} ${map.head()} ${to} ${item} ${most.value}` : "";
     if (wanted === shown && wanted) return;
@@ -70,7 +71,7 @@ export function createMapSide(app, map) {
     asking?.abort();
     if (!source || item === null) {
       title.textContent = "Links of a token";
-      status.textContent = "Click a weight on the map, or find a word: its largest links are listed here.";
+      status.textContent = `Click a weight on the map${source?.named ? ", or find a word" : ""}: its largest links are listed here.`;
       list.replaceChildren();
       return;
     }

@@ -97,7 +97,7 @@ export function createNumber(app) {
     terms.replaceChildren(...said.terms.map((term) => row(scene, term, said.bars === "share" ? 1 : most, said.bars)));
     const own = said.bars === "share" ? said.terms.findIndex((term) => term.cells[0]?.index[2] === cell.index[2]) : -1;
     terms.children[own]?.classList.add("own");
-    rest.textContent = said.rest ? `The other ${said.rest.count} add ${numberText(said.rest.value)}.` : "";
+    rest.textContent = !said.rest ? "" : said.rest.count === 1 ? `One more adds ${numberText(said.rest.value)}.` : `The other ${said.rest.count} add ${numberText(said.rest.value)}.`;
     holdPlace();
     if (exists(scene, pointed)) app.live(`${said.title} = ${numberText(said.value)}`);
   }

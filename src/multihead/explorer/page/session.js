@@ -202,7 +202,7 @@ export function createSession(store, python) {
       const { meta, tensors } = await only("trace", "thumbnails", { ...where, ...edits });
       if (key !== wantedKey()) return;
       trouble.set(null);
-      long.set({ key: name, where, edits, model: modelOf(store.get()), Q: meta.count, K: meta.keys, H: meta.heads, maps: tensors.maps });
+      long.set({ key: name, where, edits, model: modelOf(store.get()), Q: meta.count, K: meta.keys, H: meta.heads, named: meta.named, maps: tensors.maps });
     }
     scene.set(null);
     for (const signal of [before, after, decoded, wall]) signal.set(null);

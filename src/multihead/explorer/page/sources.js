@@ -7,8 +7,8 @@ const MOST_CHUNKS = 64;
 
 /** @typedef {{item: number, weight: number, text: string}} Link */
 /** @typedef {{rows: number, columns: number, first: number, to: number, sample: boolean, data: Float32Array | null}} Part */
-/** `far`: tiles come from Python, and large ones some rows at a time.
- * @typedef {{key: string, Q: number, K: number, H: number, far: boolean,
+/** `far`: tiles come from Python, and large ones some rows at a time. `named`: items have more than numbers, so that words can be found.
+ * @typedef {{key: string, Q: number, K: number, H: number, far: boolean, named: boolean,
  *   name: (role: "query" | "key", item: number) => string | null,
  *   tile: (head: number, place: import("./tiles.js").Place, pool: string, first: number, sample: boolean, signal: AbortSignal) => Promise<Part>,
  *   links: (head: number, role: "query" | "key", item: number, n: number, signal: AbortSignal, part: (links: Link[], done: number) => void) => Promise<void>,
@@ -44,6 +44,7 @@ export function sourceOfScene(scene) {
     K,
     H,
     far: false,
+    named: !scene.meta.grid && scene.labels.some((/** @type {string} */ text, /** @type {number} */ n) => text !== String(n)),
     name: (role, item) => names[role][item] ?? null,
     async tile(head, place, pool) {
       return pooled((q, k) => data[(head * Q + q) * K + k], place, Q, K, pool);
@@ -57,7 +58,7 @@ export function sourceOfScene(scene) {
   };
 }
 
-/** @param {any} python @param {{key: string, where: any, edits: any, Q: number, K: number, H: number}} long @param {() => void} changed told when names have come @returns {Source} */
+/** @param {any} python @param {{key: string, where: any, edits: any, Q: number, K: number, H: number, named: boolean}} long @param {() => void} changed told when names have come @returns {Source} */
 export function sourceOfPython(python, long, changed) {
   const { model, layer, input } = long.where;
   const about = { model, layer, input, ...long.edits };
@@ -82,6 +83,7 @@ export function sourceOfPython(python, long, changed) {
     K: long.K,
     H: long.H,
     far: true,
+    named: long.named,
     name(role, item) {
       if (role === "key" && long.K !== long.Q) return String(item);
       const chunk = Math.floor(item / CHUNK);

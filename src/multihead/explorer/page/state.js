@@ -33,7 +33,7 @@ export const DEFAULTS = {
   map: "", // "12000.5,300,4.5": the query and the key at its upper left corner, and the pixels of an item
   pool: "max", // what a bin of the map shows
   sink: true, // whether the first key counts for its colours
-  contrast: 0,
+  contrast: -1, // below 0: as the map finds best
   tensor: "", // which of two side by side
   theme: "auto",
 };
@@ -48,7 +48,7 @@ const CHOICES = {
   pool: ["max", "mean"],
 };
 
-const RANGES = { layer: [0, 999], step: [1, 7], head: [0, 999], least: [0, 100], temperature: [0.05, 5], top: [1, 200], speed: [0.25, 4], contrast: [0, 4] };
+const RANGES = { layer: [0, 999], step: [1, 7], head: [0, 999], least: [0, 100], temperature: [0.05, 5], top: [1, 200], speed: [0.25, 4], contrast: [-1, 4] };
 const LONGEST = 20000;
 
 /** The state that a fragment stands for. What is not understood is left at its default. @param {string} fragment @returns {State} */

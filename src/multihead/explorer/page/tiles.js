@@ -4,6 +4,8 @@
 export const SIDE = 256;
 export const BUDGET = 2 ** 28; // scores that Python computes in one answer: larger tiles come some rows at a time
 export const CLOSEST = 48; // pixels of an item, at most
+const OCTAVES = 64; // of weights, from 1 downwards, by which those of a tile are counted
+export const count = (/** @type {number} */ n) => n.toLocaleString("en-US");
 
 /** A weight to three figures: among a hundred thousand keys even large ones are small. @param {number} w */
 export function weightText(w) {
@@ -17,8 +19,9 @@ export function weightText(w) {
 /** What is looked at: the query at the upper edge, the key at the left edge, and the pixels of an item.
  * @typedef {{q: number, k: number, scale: number}} View */
 /** @typedef {{Q: number, K: number, width: number, height: number}} Frame items, and the pixels they are looked at through */
-/** `data` has what is known of each bin; the first `exact` rows are exact, the others of a sample, if `sampled`.
- * @typedef {{rows: number, columns: number, data: Float32Array, exact: number, sampled: boolean, most: number, mostBesides: number}} Tile */
+/** `data` has what is known of each bin; the first `exact` rows are exact, the others of a sample, if `sampled`; `sizes`: how
+ * many of them there are in each octave, the first key's apart.
+ * @typedef {{rows: number, columns: number, data: Float32Array, exact: number, sampled: boolean, most: number, mostBesides: number, sizes: Uint32Array}} Tile */
 
 /** The level at which one tile holds everything. @param {number} Q @param {number} K */
 export function topLevel(Q, K) {
@@ -107,21 +110,37 @@ export function binsOf(p, Q, K) {
 /** Put rows into a tile, which is made where it is not there yet.
  * @param {Tile | undefined} tile @param {Place} place @param {{rows: number, columns: number, first: number, to: number, sample: boolean, data: Float32Array | null}} part @returns {Tile} */
 export function withRows(tile, place, part) {
-  const made = tile ?? { rows: part.rows, columns: part.columns, data: new Float32Array(part.rows * part.columns), exact: 0, sampled: false, most: 0, mostBesides: 0 };
+  const made = tile ?? { rows: part.rows, columns: part.columns, data: new Float32Array(part.rows * part.columns), exact: 0, sampled: false, most: 0, mostBesides: 0, sizes: new Uint32Array(OCTAVES) };
   const at = part.first * part.columns;
   if (part.data) made.data.set(part.data, at);
   else made.data.fill(0, at, part.to * part.columns);
   if (part.sample) made.sampled = true;
   else made.exact = Math.max(made.exact, part.to);
   made.most = made.mostBesides = 0;
+  made.sizes.fill(0);
   const first = place.column === 0; // the bins of the first key, where heads rest
   for (let i = 0; i < made.data.length; i++) {
     const value = made.data[i];
+    if (!(value > 0)) continue;
+    const besides = !first || i % made.columns > 0;
+    if (besides) made.sizes[Math.min(OCTAVES - 1, Math.max(0, Math.floor(-Math.log2(value))))]++;
     if (!(value > made.mostBesides)) continue;
     if (value > made.most) made.most = value;
-    if (!first || i % made.columns) made.mostBesides = value;
+    if (besides) made.mostBesides = value;
   }
   return made;
+}
+
+/** By how many powers of ten the colours may end below the largest weight, so that the others can be told apart: all but
+ * one in fifty of them stay below the end, and it is never more than one power. @param {Tile[]} tiles @param {number} most */
+export function contrastFor(tiles, most) {
+  const total = tiles.reduce((sum, tile) => sum + tile.sizes.reduce((a, b) => a + b, 0), 0);
+  let above = 0;
+  for (let octave = 0; octave < OCTAVES && total; octave++) {
+    above += tiles.reduce((sum, tile) => sum + tile.sizes[octave], 0);
+    if (above > total / 50) return Math.round(10 * Math.min(1, Math.max(0, Math.log10(most / 2 ** -octave)))) / 10;
+  }
+  return 0;
 }
 
 /** The largest or the mean of each bin of a matrix that is at hand. @param {(q: number, k: number) => number} weight @param {Place} p @param {number} Q @param {number} K @param {string} pool */

@@ -86,7 +86,7 @@ export function patientLesson(room) {
   }
   begin();
   return {
-    words: ["This layer looks like any other. Shapes fit, nothing complains, and it is wrong: somebody made one mistake in one step.", "Beside it stands a healthy layer with the same weights and the same words. Once a step has gone wrong, everything after it looks different too. Find the step where it begins."],
+    words: ["This layer looks like any other. Shapes fit, nothing complains, and it is wrong: somebody made one mistake in one step.", "Beside it stands a healthy layer with the same matrices and the same words. Once a step has gone wrong, everything after it looks different too. Find the step where it begins.", "Of the seven steps you have met all but one: step 2, split, moves the heads in front of the words, so that each can work alone."],
     picture: [steps.node, names.node, el("div", { class: "row" }, mine.node, right.node)],
     tasks: [ask.node, another],
     draw,
