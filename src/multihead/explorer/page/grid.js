@@ -46,7 +46,7 @@ export function createGrid(app, options) {
     const ctx = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     ctx.font = FONT;
     const widest = (/** @type {string[]} */ labels) => labels.reduce((most, label) => Math.max(most, widthOf(ctx, label)), 0);
-    const left = (s.rowLabels ? Math.min(Math.max(56, width * 0.2), 8 + widest(s.rowLabels)) : 0) + (s.rowBands ? BAND + 3 : 0);
+    const left = (s.rowLabels ? Math.min(Math.max(72, width * 0.2), 8 + widest(s.rowLabels)) : 0) + (s.rowBands ? BAND + 3 : 0);
     const upright = s.columnLabels ? Math.min(84, 11 + widest(s.columnLabels) * 0.87) : 0;
     const top = Math.max(s.rowLabels ? 6 : 0, upright + (s.bands ? BAND + 3 : 0) + (s.lane ? BAND + 5 : 0));
     const most = options.cell ?? 30;

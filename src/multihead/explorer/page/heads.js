@@ -70,6 +70,13 @@ export function createHeads(app) {
     return head[name] === null || head[name] === undefined ? "–" : numberText(head[name]);
   }
 
+  /** Whether heads can be switched off: by Python, or, of a layer that stands alone, by the page. */
+  function switches() {
+    const { ablates, layers } = session.model();
+    const tensors = session.scene.get()?.tensors ?? {};
+    return ablates || (layers.length === 1 && Boolean(tensors.q_heads && tensors.k_heads && tensors.v_heads));
+  }
+
   function update() {
     const answer = session.wall.get();
     if (!answer || answer.model !== session.model().id) return;
@@ -81,7 +88,7 @@ export function createHeads(app) {
     fillChoice(metric, metrics, known);
     least.value = String(state.least);
     how.show(state.with);
-    about.textContent = `Every head of every layer. Click one to put it on the stage, pin two to compare them${!session.model().ablates ? "" : `, switch one off to see what the ${session.model().predicts ? "prediction" : "output"} loses`}.`;
+    about.textContent = `Every head of every layer. Click one to put it on the stage, pin two to compare them${!switches() ? "" : `, switch one off to see what the ${session.model().predicts ? "prediction" : "output"} loses`}.`;
     const { kept, bound: from } = arrangeHeads(answer.heads, { sort: sort.value, least: state.least, metric: known });
     bound.textContent = numberText(from);
     const words = answer.metrics.find((/** @type {any} */ m) => m.name === known);
@@ -110,10 +117,10 @@ export function createHeads(app) {
       item.querySelector("[data-do=pin]").setAttribute("aria-pressed", String(pin.has(name)));
       const button = item.querySelector("[data-do=off]");
       button.setAttribute("aria-pressed", String(off.has(name)));
-      button.hidden = !model.ablates;
+      button.hidden = !switches();
     });
     all.disabled = !state.off;
-    how.node.parentElement.hidden = all.hidden = !model.ablates;
+    how.node.parentElement.hidden = all.hidden = !switches();
     compare(state);
   }
 
