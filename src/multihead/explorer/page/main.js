@@ -94,6 +94,11 @@ export function openPage(root) {
     /** @type {HTMLElement} */ (root.querySelector("#explore")).hidden = Boolean(store.get().lesson);
   }
 
+  // Until there is something in it the page is not seen: its parts would jump when their numbers come.
+  root.classList.add("opening");
+  const opened = () => root.classList.remove("opening");
+  session.trouble.subscribe(opened);
+
   let walked = false;
   function refresh() {
     dress();
@@ -105,6 +110,7 @@ export function openPage(root) {
     if (session.long.get()) {
       input.update();
       map.update();
+      opened();
       if (!store.get().lesson) document.title = `Map · ${session.model().name} · multihead`;
       return;
     }
@@ -121,6 +127,7 @@ export function openPage(root) {
     predict.update();
     map.update();
     compare.update();
+    opened();
     const scene = session.scene.get();
     const alone = !scene.exact && scene.edited && store.get().layer > 0;
     provisional.textContent = !alone ? "" : start.mode === "file" ? "The change is shown in this layer only: what it does to the layers before needs Python." : "";
