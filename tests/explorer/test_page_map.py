@@ -216,7 +216,7 @@ def test_tiles_are_asked_for_when_seen_and_given_up_when_not(on_map: OnMap) -> N
 
 
 def test_the_first_key_is_left_out_of_the_colours(on_map: OnMap, weights: torch.Tensor) -> None:
-    on_map.open("model=given&map=1500,0,20")
+    on_map.open("model=given&map=1500,0,20&contrast=0")
     high = on_map.page.locator(".map .legend span").last
     rows, columns = slice(1280, 1792), slice(0, 256)  # the tiles on the screen
     shown = number(high.inner_text())
@@ -224,12 +224,21 @@ def test_the_first_key_is_left_out_of_the_colours(on_map: OnMap, weights: torch.
     on_map.page.get_by_label("leave the first key out of the colours").check()
     on_map.explorer.settle()
     besides = float(weights[0, rows, 1:256].max())
-    assert close_to(number(high.inner_text()), besides)
+    assert close_to(number(high.inner_text().removeprefix("≥ ")), besides)
     assert besides < 0.7 * shown
     assert on_map.explorer.state["sink"] is False
     on_map.page.get_by_label("Contrast").fill("1")
     on_map.explorer.settle()
-    assert number(high.inner_text()) == pytest.approx(besides / 10, rel=2e-2)
+    assert high.inner_text().startswith("≥ ")  # there are weights beyond the end, and the legend says so
+    assert number(high.inner_text().removeprefix("≥ ")) == pytest.approx(besides / 10, rel=2e-2)
+
+
+def test_the_map_finds_a_contrast_by_itself(on_map: OnMap, weights: torch.Tensor) -> None:
+    on_map.open("model=given&map=1500,0,20")
+    end = number(on_map.page.locator(".map .legend span").last.inner_text().removeprefix("≥ "))
+    seen = weights[0, 1280:1792, 1:256]
+    assert 0.01 * float(seen.max()) < end < float(weights[0, 1280:1792, :256].max())
+    assert float((seen > end).float().mean()) <= 1 / 50
 
 
 def test_links_lead_there_both_ways(on_map: OnMap, weights: torch.Tensor) -> None:

@@ -132,11 +132,11 @@ test("links of a scene, both ways, largest first", async () => {
   assert.deepEqual(largest([{ item: 2, weight: 1 }, { item: 1, weight: 1 }, { item: 0, weight: 0 }], 5).map((link) => link.item), [1, 2]);
 });
 
-test("the colours end where all but a few weights stay below, and at most a power of ten below the largest", () => {
+test("the colours end where all but a few weights stay below, and at most a hundredth of the largest", () => {
   const tile = (/** @type {number[]} */ ...data) => withRows(undefined, { level: 0, row: 0, column: 1 }, { rows: 1, columns: data.length, first: 0, to: 1, sample: false, data: Float32Array.from(data) });
   const many = (/** @type {number} */ value) => Array.from({ length: 99 }, () => value);
   assert.equal(contrastFor([tile(1, ...many(0.24))], 1), 0.6); // 0.24 lies below 2⁻²
-  assert.equal(contrastFor([tile(1, ...many(1e-5))], 1), 1);
+  assert.equal(contrastFor([tile(1, ...many(1e-5))], 1), 2);
   assert.equal(contrastFor([tile(...many(0.9))], Math.fround(0.9)), 0);
   assert.equal(contrastFor([tile(0, 0)], 1), 0);
   const first = withRows(undefined, { level: 0, row: 0, column: 0 }, { rows: 2, columns: 2, first: 0, to: 2, sample: false, data: Float32Array.of(1, 0.2, 1, 0.2) });

@@ -8,6 +8,9 @@ import { createGrid } from "./grid.js";
 const KEYED = ["scores", "masked", "weights"]; // whose columns are keys
 const percent = (/** @type {number} */ share) => `${(100 * share).toFixed(1)} %`;
 
+/** A text in which what stands between backticks is code. @param {string} text */
+const withCode = (text) => text.split("`").map((part, n) => (n % 2 ? el("code", { text: part }) : part));
+
 /** @param {any} app */
 export function createCompare(app) {
   const { store, session } = app;
@@ -111,7 +114,7 @@ export function createCompare(app) {
   function showVerdict(/** @type {any} */ report) {
     verdict.hidden = !report;
     if (!report) return;
-    verdict.replaceChildren(el("p", {}, el("b", { text: `${report.verdict}: ` }), report.headline), ...report.causes.flatMap((/** @type {any} */ cause) => [el("p", { text: `${cause.step ? `Step ${cause.step}: ` : ""}${cause.cause}. ${cause.explanation}` }), ...(cause.fix ? [el("pre", { text: cause.fix })] : [])]),
+    verdict.replaceChildren(el("p", {}, el("b", { text: `${report.verdict}: ` }), report.headline), ...report.causes.flatMap((/** @type {any} */ cause) => [el("p", {}, report.causes.length < 2 ? "" : `${cause.step ? `Step ${cause.step}: ` : ""}${cause.cause}. `, ...withCode(cause.explanation)), ...(cause.fix ? [el("pre", { text: cause.fix })] : [])]),
       ...report.where.map((/** @type {string} */ text) => el("p", { class: "hint", text })), ...(report.sure ? [el("p", { class: "hint", text: `How sure: ${report.sure}` })] : []));
   }
 

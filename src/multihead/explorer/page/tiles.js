@@ -132,13 +132,13 @@ export function withRows(tile, place, part) {
 }
 
 /** By how many powers of ten the colours may end below the largest weight, so that the others can be told apart: all but
- * one in fifty of them stay below the end, and it is never more than one power. @param {Tile[]} tiles @param {number} most */
+ * one in fifty of them stay below the end, and it is never more than two powers. @param {Tile[]} tiles @param {number} most */
 export function contrastFor(tiles, most) {
   const total = tiles.reduce((sum, tile) => sum + tile.sizes.reduce((a, b) => a + b, 0), 0);
   let above = 0;
   for (let octave = 0; octave < OCTAVES && total; octave++) {
     above += tiles.reduce((sum, tile) => sum + tile.sizes[octave], 0);
-    if (above > total / 50) return Math.round(10 * Math.min(1, Math.max(0, Math.log10(most / 2 ** -octave)))) / 10;
+    if (above > total / 50) return Math.round(10 * Math.min(2, Math.max(0, Math.log10(most / 2 ** -octave)))) / 10;
   }
   return 0;
 }
