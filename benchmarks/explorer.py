@@ -119,14 +119,18 @@ def memory(browser: Any) -> None:
     with mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False, port=0) as running:
         before = resident()
         page = long_page(browser, running.url)
-        opened = resident_page(browser)
-        for n in range(60):
-            where = f"{1600 * n},{1500 * n},{(0.5, 1, 24)[n % 3]}"
+        collector = page.context.new_cdp_session(page)
+        held = []
+        for n in range(121):
+            where = f"{800 * n},{750 * n},{(0.5, 1, 24)[n % 3]}"
             page.evaluate("m => multihead.app.store.set({ map: m })", where)
             page.wait_for_function("m => multihead.app.store.get().map === m", arg=where)
             page.wait_for_function(EXACT, timeout=60_000)
+            if n % 40 == 0:
+                collector.send("HeapProfiler.collectGarbage")
+                held.append(f"{resident_page(browser):.0f}")
         print(f"server            {resident() - before:6.0f} MB more for {HUGE:,} items, 2 heads of 64")
-        print(f"page              {resident_page(browser):6.0f} MB after 60 places of that map, {opened:.0f} at first")
+        print(f"page              {', '.join(held)} MB after 1, 41, 81 and 121 places of that map")
         page.close()
 
 
@@ -140,6 +144,7 @@ def main() -> None:
     session.prepare()
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=path, args=FLAGS.split())
+        memory(browser)  # first: nothing else has taken memory yet
         with serve.start(session, port=0, browser=False) as running:
             opened = [first_picture(browser, running.url) for _ in range(5)]
             print(f"first picture     {statistics.median(opened):6.0f} ms, the median of {len(opened)}")
@@ -168,7 +173,6 @@ def main() -> None:
                 print(f"{name:17s} {statistics.median(times):6.0f} ms, the median of {len(times)}")
             page.close()
         tiles(browser)
-        memory(browser)
         browser.close()
 
 
