@@ -81,7 +81,7 @@ export function widthLesson(room) {
     t = shown.draw();
   }
   draw();
-  return { words: ["Attention lets every word gather something from the others. It does so several times at once, in heads: each head looks in its own way, and all work side by side.", "The heads share the width of the model evenly. In the picture every head has its colour.", "All heads together are a layer of attention. One of the size you choose runs in this page: it checks your answers."], picture: [choice.node, shown.node], tasks: [ask.node], draw };
+  return { words: ["Attention lets every word gather something from the others. It does so several times at once, in heads: each head looks in its own way, and all work side by side.", "The heads share the width of the model evenly. In the picture a band of colour lies above each head.", "All heads together are a layer of attention. One of the size you choose runs in this page: it checks your answers."], picture: [choice.node, shown.node], tasks: [ask.node], draw };
 }
 
 /** @param {any} room */
