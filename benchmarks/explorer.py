@@ -118,8 +118,8 @@ def tiles(browser: Any) -> None:
 
 def memory(browser: Any) -> None:
     layer, x = mh.MultiHeadAttention(128, heads=2).eval(), torch.randn(HUGE, 128)
+    before = resident()
     with mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False, port=0) as running:
-        before = resident()
         page = long_page(browser, running.url)
         collector = page.context.new_cdp_session(page)
         held = []
