@@ -103,7 +103,7 @@ struct Isa {
   const char* name;
   const Kernels* f32;  // fp32, and the half types converted to it
   const Kernels* f64;
-  const Kernels* bf16 = nullptr;   // attention with outputs, and products, of bfloat16 tensors; null: by f32
+  const Kernels* bf16 = nullptr;   // attention, and products, of bfloat16 tensors; null: by f32
   const Kernels* bytes = nullptr;  // attention of a few rows to keys and values of i8; null: by f32
 };
 

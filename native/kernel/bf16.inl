@@ -6,8 +6,10 @@
 #include "kernel/few.inl"
 #include "kernel/forward.inl"
 #include "kernel/linear_few.inl"
+#include "kernel/look.inl"
 #include "kernel/merge.inl"
 #include "kernel/pair_operands.inl"
+#include "kernel/received.inl"
 
 namespace multihead {
 namespace {
@@ -33,6 +35,11 @@ constexpr Kernels make_half_kernels() {
   k.backward_scratch = backward_scratch<PairRows<Pairs>>;
   k.backward_queries = BackwardQueries<PairRows<Pairs>>::run;
   k.backward_keys = BackwardKeys<PairRows<Pairs>>::run;
+  k.look_scratch = Look<PairRows<Pairs>>::scratch_bytes;
+  k.look_weights = Look<PairRows<Pairs>>::write;
+  k.look_map = Look<PairRows<Pairs>>::pool;
+  k.received_scratch = Received<PairRows<Pairs>>::scratch_bytes;
+  k.received = Received<PairRows<Pairs>>::run;
   k.linear_few_scratch = LinearFew<Pairs>::scratch_bytes;
   k.linear_few = LinearFew<Pairs>::run;
   k.linear_block_scratch = LinearBlock<PairFactors<Pairs>>::scratch_bytes;

@@ -172,6 +172,8 @@ class Forward {
       weigh<NR, true>(strip, observer, key, keys, top, decay);
     else
       weigh<NR, false>(strip, observer, key, keys, top, decay);
+    if constexpr (Operands::cleans)
+      if (plan.sizes.V == 0) return;  // there is nothing to round the weights for
     if (plan.dropout > 0) drop(plan, task, strip, key, keys, scores);
     if constexpr (!Operands::cleans)
       if (poisoned) {

@@ -35,11 +35,11 @@ constexpr Kernels make_kernels() {
   k.backward_scratch = backward_scratch<OwnRows<A>>;
   k.backward_queries = BackwardQueries<OwnRows<A>>::run;
   k.backward_keys = BackwardKeys<OwnRows<A>>::run;
-  k.look_scratch = Look<A>::scratch_bytes;
-  k.look_weights = Look<A>::write;
-  k.look_map = Look<A>::pool;
-  k.received_scratch = Received<A>::scratch_bytes;
-  k.received = Received<A>::run;
+  k.look_scratch = Look<OwnRows<A>>::scratch_bytes;
+  k.look_weights = Look<OwnRows<A>>::write;
+  k.look_map = Look<OwnRows<A>>::pool;
+  k.received_scratch = Received<OwnRows<A>>::scratch_bytes;
+  k.received = Received<OwnRows<A>>::run;
   if constexpr (sizeof(typename A::T) == 4) k.prepare_heads = PrepareHeads<A>::run;
   if constexpr (sizeof(typename A::T) == 4) k.gate_rows = GateRows<A>::run;
   k.linear_few_scratch = LinearWidened<A>::scratch_bytes;

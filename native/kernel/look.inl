@@ -4,15 +4,19 @@
 
 #include "kernel/blocks.inl"
 #include "kernel/groups.inl"
+#include "kernel/rows.inl"
 #include "kernel/scores.inl"
 #include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
 
-template <class A>
+template <class Rows>
 class Look {
  public:
+  using M = typename Rows::Product;
+  using A = typename M::A;
+  using Item = typename M::Item;
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
@@ -22,9 +26,10 @@ class Look {
   static index scratch_bytes(const Recompute& look, index bins) {
     const Sizes& s = look.plan.sizes;
     const index strips = block_rows<A>(s) / Lanes;
-    const index numbers = strips * Lanes * (s.D + 2) + tile_keys * (3 * Lanes + s.D) + W * row_width(s);
-    return numbers * static_cast<index>(sizeof(T)) + strips * static_cast<index>(sizeof(Strip<A>)) +
-           bins * s.group() * look.width * 8 + (3 * strips + 8) * 64;
+    const index numbers = (strips + 1) * Lanes + tile_keys * 3 * Lanes + W * row_width(s);
+    return numbers * static_cast<index>(sizeof(T)) + Rows::scratch_bytes(s.D, Use::scored) +
+           strips * (Lanes * Rows::items(s.D) * static_cast<index>(sizeof(Item)) + static_cast<index>(sizeof(Piece))) +
+           bins * s.group() * look.width * 8 + (2 * strips + 8) * 64;
   }
 
   // Weights of the task's rows and keys into `look.weights`.
@@ -39,16 +44,21 @@ class Look {
   }
 
  private:
+  struct Piece {
+    Strip<A> strip;
+    Item* q;  // a panel of D
+  };
+
   const Recompute& look;
   const Plan& plan;
   const index b, g;
   Arena arena;
-  Strip<A>* strips;
-  T *scores, *staged, *visible, *k_copy, *rowwise, *ones, *panels;
+  Rows k;
+  Piece* pieces;
+  T *scores, *staged, *visible, *rowwise, *ones;
   double* picture = nullptr;  // (bins, group, width)
   Bins down, across;
   index low_bin = 0, high_bin = 0;
-  index k_stride;
   T unit;
 
   Look(const Recompute& l, index b_, index g_, void* scratch)
@@ -57,6 +67,7 @@ class Look {
         b(b_),
         g(g_),
         arena{static_cast<char*>(scratch)},
+        k(plan.sizes.D, Use::scored, arena),
         down{plan.sizes.Q, l.height},
         across{plan.sizes.K, l.width} {
     const Sizes& s = plan.sizes;
@@ -65,10 +76,12 @@ class Look {
     staged = arena.take<T>(tile_keys * Lanes);
     visible = arena.take<T>(tile_keys * Lanes);
     rowwise = arena.take<T>(W * row_width(s));
-    k_copy = arena.take<T>(tile_keys * s.D);
-    strips = arena.take<Strip<A>>(most / Lanes);
+    pieces = arena.take<Piece>(most / Lanes);
     ones = arena.take<T>(Lanes);
-    panels = arena.take<T>(most * (s.D + 1));
+    for (index i = 0; i < most / Lanes; ++i) {
+      pieces[i].q = arena.take<Item>(Lanes * Rows::items(s.D));
+      pieces[i].strip.top = arena.take<T>(Lanes);
+    }
     for (int lane = 0; lane < Lanes; ++lane) ones[lane] = 1;
     unit = score_unit<T>(plan);
   }
@@ -97,36 +110,35 @@ class Look {
     KeyRange range(task);
     int count = 0;
     for (index row = 0; row < task.rows; row += Lanes) {
-      Strip<A>& strip = strips[count];
+      Piece& piece = pieces[count++];
+      Strip<A>& strip = piece.strip;
       strip.place(task, row);
-      strip.q = panels + count++ * Lanes * (plan.sizes.D + 1);
-      strip.top = strip.q + Lanes * plan.sizes.D;
       strip.bound(plan, task);
       if (strip.first >= strip.last) continue;
       range.add(strip);
-      strip.pack(plan.q, plan.type, b, plan.sizes.D, rowwise, strip.q);
+      Rows::pack(strip, plan.q, plan.type, b, plan.sizes.D, rowwise, piece.q);
       for (int lane = 0; lane < strip.nr * W; ++lane)
         strip.top[lane] = Ending<T>::load(plan, b, strip.head[lane], strip.query[lane]).top;
     }
     const bool may_copy = task.rows >= Lanes;
     range.tiles([&](index from, index to, index) {
-      const T* k = rows_of<A>({plan.k, plan.type, b, g, plan.sizes.D, from, to - from}, k_copy, k_stride, may_copy);
+      k.read(plan.k, plan, b, g, from, to, may_copy);
       for (int i = 0; i < count; ++i) {
-        const Strip<A>& strip = strips[i];
+        const Strip<A>& strip = pieces[i].strip;
         index low, high;
         if (!strip.clip(from, to, low, high)) continue;
-        const T* keys = k + (low - from) * k_stride;
-        with_vectors<A>(strip.nr, [&](auto nr) { see<nr.count>(task, strip, low, high - low, keys); });
+        with_vectors<A>(strip.nr, [&](auto nr) { see<nr.count>(task, pieces[i], low, high - low); });
       }
     });
   }
 
   template <int NR>
-  void see(const Task& task, const Strip<A>& strip, index key, index keys, const T* k) {
+  void see(const Task& task, const Piece& piece, index key, index keys) {
+    const Strip<A>& strip = piece.strip;
     Seen dense = Seen::all;
     if (plan.allowed.data) dense = classify(plan, task, strip, key, keys);
     if (dense == Seen::none) return;
-    products<OwnType<A>, NR>(k, k_stride, keys, strip.q, plan.sizes.D, scores);
+    products<M, NR>(k.at(key), k.stride(), keys, piece.q, Rows::items(plan.sizes.D), scores);
     bool hidden = false;
     if (!plan.plain() || key < strip.common || key + keys > strip.uncommon) {
       const Adjustment with{dense == Seen::some, staged, visible, rowwise};

@@ -5,14 +5,18 @@
 #include "kernel/blocks.inl"
 #include "kernel/groups.inl"
 #include "kernel/query_tile.inl"
+#include "kernel/rows.inl"
 #include "kernel/weights.inl"
 
 namespace multihead {
 namespace {
 
-template <class A>
+template <class Rows>
 class Received {
  public:
+  using M = typename Rows::Product;
+  using A = typename M::A;
+  using Item = typename M::Item;
   using T = typename A::T;
   using F = typename A::F;
   using I = typename A::I;
@@ -22,8 +26,10 @@ class Received {
   static index scratch_bytes(const Recompute& look) {
     const Sizes& s = look.plan.sizes;
     const index strips = block_rows<A>(s) / Lanes;
-    const index numbers = strips * Lanes * s.D + tile_rows * (Lanes + s.D) + W * row_width(s);
-    return numbers * static_cast<index>(sizeof(T)) + strips * (Lanes * 8 + static_cast<index>(sizeof(Piece))) +
+    const index numbers = tile_rows * Lanes + W * row_width(s);
+    return numbers * static_cast<index>(sizeof(T)) + Rows::scratch_bytes(s.D, Use::scored) +
+           strips *
+               (Lanes * (8 + Rows::items(s.D) * static_cast<index>(sizeof(Item))) + static_cast<index>(sizeof(Piece))) +
            (2 * strips + 4) * 64;
   }
 
@@ -33,34 +39,34 @@ class Received {
   struct Piece {
     Strip<A> strip;
     index key;
-    T* k;         // (D, lanes)
+    Item* k;      // a panel of D
     double* sum;  // (lanes): many small terms
   };
 
   const Recompute& look;
   const Plan& plan;
   const Task& task;  // key, keys: the block of keys
+  Arena arena;
+  Rows q;
   Piece* pieces;
   int count = 0;
-  T *scores, *q_copy, *rowwise;
-  index q_stride;
+  T *scores, *rowwise;
   T unit;
 
-  Received(const Recompute& l, const Task& t, void* scratch) : look(l), plan(l.plan), task(t) {
+  Received(const Recompute& l, const Task& t, void* scratch)
+      : look(l), plan(l.plan), task(t), arena{static_cast<char*>(scratch)}, q(plan.sizes.D, Use::scored, arena) {
     const Sizes& s = plan.sizes;
-    Arena arena{static_cast<char*>(scratch)};
     scores = arena.take<T>(tile_rows * Lanes);
     rowwise = arena.take<T>(W * row_width(s));
-    q_copy = arena.take<T>(tile_rows * s.D);
     pieces = arena.take<Piece>(block_rows<A>(s) / Lanes);
     unit = score_unit<T>(plan);
     for (index key = 0; key < task.keys; key += Lanes) {
       Piece& piece = pieces[count++];
       piece.key = task.key + key;
       over_keys(piece.strip, task.g, piece.key, task.keys - key);
-      piece.k = arena.take<T>(s.D * piece.strip.nr * W);
+      piece.k = arena.take<Item>(Rows::items(s.D) * piece.strip.nr * W);
       piece.sum = arena.take<double>(Lanes);
-      piece.strip.pack(plan.k, plan.type, task.b, s.D, rowwise, piece.k);
+      Rows::pack(piece.strip, plan.k, plan.type, task.b, s.D, rowwise, piece.k);
     }
   }
 
@@ -71,14 +77,12 @@ class Received {
       for (int i = 0; i < count; ++i) std::memset(pieces[i].sum, 0, sizeof(double) * Lanes);
       for (index tile = 0; tile < s.Q; tile += tile_rows) {
         if (!rows.fill(plan, task.b, h, tile, task.key, task.key + task.keys)) continue;
-        const T* q =
-            rows_of<A>({plan.q, plan.type, task.b, h, s.D, tile, rows.rows}, q_copy, q_stride, task.keys >= Lanes);
+        q.read(plan.q, plan, task.b, h, tile, tile + rows.rows, task.keys >= Lanes);
         for (int i = 0; i < count; ++i) {
           Piece& piece = pieces[i];
           const QueryRun part = rows.over(piece.key, piece.key + piece.strip.rows);
           if (!part.count) continue;
-          const T* from = q + (part.query - tile) * q_stride;
-          with_vectors<A>(piece.strip.nr, [&](auto nr) { add<nr.count>(piece, part, from); });
+          with_vectors<A>(piece.strip.nr, [&](auto nr) { add<nr.count>(piece, part); });
         }
       }
       T* out = static_cast<T*>(look.received) + (task.b * s.H + h) * s.K;
@@ -89,8 +93,8 @@ class Received {
   }
 
   template <int NR>
-  void add(Piece& piece, const QueryRun& rows, const T* q) {
-    products<OwnType<A>, NR>(q, q_stride, rows.count, piece.k, plan.sizes.D, scores);
+  void add(Piece& piece, const QueryRun& rows) {
+    products<M, NR>(q.at(rows.query), q.stride(), rows.count, piece.k, Rows::items(plan.sizes.D), scores);
     for (index from = 0; from < rows.count; from += stretch) {
       const index to = from + stretch < rows.count ? from + stretch : rows.count;
       F sum[NR];

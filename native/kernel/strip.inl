@@ -55,7 +55,6 @@ struct Strip {
   index until[A::NR];      // keys from here on are seen by no lane of this vector, nor of those before it
   index query[Lanes], head[Lanes];
   Int start[Lanes], stop[Lanes];
-  T* q;      // (D, lanes), but for the forward pass, whose operands may be of another type
   T* mixed;  // (V, lanes): sum of weight times value, not yet normalised
   T* top;    // (lanes): the largest score, whose weight is 1 until the row ends; -inf while nothing is seen
   T* total;  // (lanes): sum of the weights

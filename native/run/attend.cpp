@@ -97,8 +97,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   if (work < worth_waking) threads = 1;
 
   const bool whole = plan.statistics.wanted() || plan.weights.data;  // kept per row, and not merged
-  // Later passes find the scores of a pass without values, or with statistics, again to the last bit: these are fp32's.
-  const bool half = plan.type == Type::bf16 && plan.kv_type == Type::bf16 && isa.bf16 && !whole && s.V > 0;
+  const bool half = plan.type == Type::bf16 && plan.kv_type == Type::bf16 && isa.bf16;
   // Fewer rows do not pay for turning the keys round.
   const bool bytes = plan.kv_type == Type::i8 && isa.bytes && !whole && s.V > 0 && rows > 2 && rows <= isa.bytes->few;
   const Kernels& kernels = bytes ? *isa.bytes : half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;

@@ -69,7 +69,8 @@ std::vector<Task> runs_of_bins(const Recompute& recompute, index block, index& m
 void look(const Recompute& recompute, const Isa& isa, int threads) {
   const Plan& plan = recompute.plan;
   const Sizes& s = plan.sizes;
-  const Kernels& kernels = plan.type == Type::f64 ? *isa.f64 : *isa.f32;
+  const bool half = plan.type == Type::bf16 && plan.kv_type == Type::bf16 && isa.bf16;
+  const Kernels& kernels = half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
   if (s.B * s.G == 0 || s.rows() == 0 || s.K == 0) return;
   if (double(s.B) * s.H * s.Q * s.K * (s.D + 1) < 2e5) threads = 1;
   const index block = kernels.block_rows(s);

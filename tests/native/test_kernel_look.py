@@ -85,14 +85,14 @@ def check(problem: Problem, isa: str) -> None:
 
 
 @all_isas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SOME, ids=lambda c: c.why)
 def test_every_case(case: Case, dtype: torch.dtype, isa: str) -> None:
     check(case.problem(dtype), isa)
 
 
 @all_isas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[5]], ids=lambda c: c.why)
 @pytest.mark.parametrize("option", WITHOUT_DROPOUT)
 def test_every_option(option: str, case: Case, dtype: torch.dtype, isa: str) -> None:
@@ -108,9 +108,10 @@ def test_large_scores_keep_their_digits(isa: str) -> None:
 
 
 @all_isas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SOME, ids=lambda c: c.why)
-def test_bits_do_not_depend_on_threads(case: Case, isa: str) -> None:
-    problem = case.problem()
+def test_bits_do_not_depend_on_threads(case: Case, dtype: torch.dtype, isa: str) -> None:
+    problem = case.problem(dtype)
     one = look_at(problem, isa, threads=1)
     for threads in (2, 3, 7):
         many = look_at(problem, isa, threads)
@@ -119,9 +120,11 @@ def test_bits_do_not_depend_on_threads(case: Case, isa: str) -> None:
 
 
 @all_isas
-def test_weights_are_the_same_numbers_in_every_pass(isa: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_the_same_numbers_in_every_pass(dtype: torch.dtype, isa: str) -> None:
     """Keys in lanes or queries in lanes, pooled or not: bit for bit."""
-    problem = random(1, 2, 1, 41, 300, 19, 0, softcap=3.0, bias=noise(1, 2, 41, 300), **causal(41, 300))
+    options = {"softcap": 3.0, "bias": noise(1, 2, 41, 300)} | causal(41, 300)
+    problem = random(1, 2, 1, 41, 300, 19, 0, dtype=dtype, **options)
     found = look_at(problem, isa)
     alone = problem.q[:, :, :1]
     for q in range(41):  # one query at a time: its column sums are its weights
