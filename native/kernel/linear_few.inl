@@ -83,7 +83,10 @@ void linear_rows(const Linear& linear, const PackedRows<Reader>& packed, index f
     const Number* next = weight + (o + N) * linear.weight_row;
     const Ahead<Number> ahead{next, dense ? N : 1, dense ? index(Reader::step) : linear.weight_row};
     T sums[R * N];
-    dots<Reader, N, R>(from, x, packed.step, linear.inputs, ahead, sums);
+    if constexpr (R == 1)
+      dots_of_one<Reader, N>(from, x, linear.inputs, linear.weight_row, sums);
+    else
+      dots<Reader, N, R>(from, x, packed.step, linear.inputs, ahead, sums);
     const index count = last - o < N ? last - o : N;
     if (bias)
       for (int i = 0; i < count; ++i)
