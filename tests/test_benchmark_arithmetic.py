@@ -137,6 +137,18 @@ def test_the_number_of_blocks_stays_within_bounds():
     assert measure.count_blocks(1e-9, 1.0, 0.05) == measure.FEWEST_BLOCKS
     assert measure.count_blocks(1e9, 0.01, 0) == measure.MOST_BLOCKS
     assert measure.count_blocks(10, 0.125, 0.1) == 20
+    assert measure.count_blocks(1, measure.PATIENCE / 10, 0) == 5  # of a slow one as many as patience lasts for
+    assert measure.count_blocks(1, measure.PATIENCE, 0) == measure.FEWEST_OF_ALL
+
+
+def test_a_slow_contender_gets_few_blocks_even_on_a_restless_machine_and_the_result_says_so(monkeypatch):
+    readings = iter(x for _ in range(100) for x in (1.0, 1.5))
+    monkeypatch.setattr(measure, "clock_reading", lambda: next(readings))
+    calls = []
+    found = measure.compare(Scripted("a", 1.0, calls), Scripted("b", measure.PATIENCE, calls), seconds=1)
+    assert found.blocks == measure.FEWEST_OF_ALL
+    assert found.ratio == pytest.approx(measure.PATIENCE)
+    assert "slow: 3 blocks" in found.note
 
 
 def test_contenders_alternate_and_rest_only_when_hands_change(monkeypatch):
@@ -222,9 +234,21 @@ def test_ceilings_are_rates_and_the_better_measurement_counts():
 
 def test_half_precision_is_never_held_to_less_than_single(monkeypatch):
     rates = {"fp32": 3.0, "bf16": 5.0, "fp16": 1.0}
-    monkeypatch.setattr(ceilings, "gemm_rate", lambda dtype, seconds: rates[dtype])
+    monkeypatch.setattr(ceilings, "gemm_rate", lambda dtype, seconds, sizes=None: rates[dtype])
     cases = [replace(TINY, dtype=dtype) for dtype in rates]
     assert measure_ceilings(cases, seconds=0.001).gemm == {"fp32": 3.0, "bf16": 5.0, "fp16": 3.0}
+
+
+def test_a_hopeless_product_is_tried_in_the_small_only(monkeypatch):
+    asked = []
+
+    def rate(dtype, seconds, sizes=ceilings.GEMM_SIZES):
+        asked.append((dtype, sizes))
+        return {"fp32": 3.0, "fp16": 0.01}[dtype]
+
+    monkeypatch.setattr(ceilings, "gemm_rate", rate)
+    assert measure_ceilings([replace(TINY, dtype="fp16")], seconds=0.001).gemm == {"fp32": 3.0, "fp16": 3.0}
+    assert ("fp16", ceilings.GEMM_SIZES) not in asked
 
 
 def test_every_case_has_a_name_of_its_own_a_reason_and_goals_for_its_peers_only():

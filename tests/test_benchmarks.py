@@ -254,6 +254,14 @@ def test_a_wrong_result_of_a_peer_is_refused_not_timed(stand_in, monkeypatch):
     assert "is off by" in peer.reason
 
 
+def test_a_hopelessly_slow_peer_is_named_with_its_time_not_timed(stand_in, monkeypatch):
+    monkeypatch.setattr(runner, "TOO_SLOW", 0)
+    monkeypatch.setattr(runner, "HOPELESS", 0)
+    peer = run_tiny().peers[0]
+    assert peer.comparison is None
+    assert "its first call took" in peer.reason
+
+
 def off_by(case, q, k, v, factor):
     """A peer whose largest error is `factor` times what ours may have."""
     problem = problem_of(case, threads=1)
@@ -451,13 +459,13 @@ def test_a_run_in_half_precision_says_how_long_it_takes_and_names_its_ceiling(tm
 # Generating
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_step_of_ours_and_by_hand_give_the_same(ragged):
-    problem = problem_of(Step(2, 6, 24, 6, 2, "", ragged=ragged), threads=1)
+@pytest.mark.parametrize(("cached", "N", "ragged"), [(6, 1, False), (6, 1, True), (0, 5, False)])
+def test_a_step_of_ours_and_by_hand_give_the_same(cached, N, ragged):
+    problem = problem_of(Step(2, cached, 24, 6, 2, "", ragged=ragged, N=N), threads=1)
     for _ in range(2):  # each call finds what the one before found
         for contender in (problem.ours(), problem.peer(BY_HAND)):
             oracle.check(contender.name, contender.result(), problem.exact, problem.bound * oracle.PEER_ALLOWANCE)
-    assert problem.case.lengths == ([6, 3] if ragged else [6, 6])
+    assert problem.case.lengths == ([6, 3] if ragged else [cached, cached])
 
 
 @pytest.mark.parametrize("case", [c for c in select(["step/*"], quick=False) if c.cached <= 4096], ids=lambda c: c.name)

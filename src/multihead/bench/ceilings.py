@@ -9,6 +9,8 @@ import torch
 from multihead.bench.cases import DTYPES
 
 GEMM_SIZES = ((1024, 1024, 1024), (2048, 1024, 3072), (2048, 2048, 2048))
+TRIAL = ((256, 256, 256),)
+HOPELESS = 1 / 10  # of fp32's rate: torch's float16 product was seen at a thousandth, a minute for the sizes above
 MIB = 2**20
 SMALLEST_READ = 16 * MIB  # bytes; below, the call costs more than the reading
 
@@ -39,16 +41,19 @@ def measure_ceilings(cases, seconds=0.3):
     """`seconds` for each rate; the best repetition counts."""
     single = gemm_rate("fp32", seconds)
     # Whoever is slow at half precision may convert: single precision is what can be had in any case.
-    gemm = {t: single if t == "fp32" else max(single, gemm_rate(t, seconds)) for t in sorted({c.dtype for c in cases})}
+    gemm = {"fp32": single}
+    for t in sorted({c.dtype for c in cases} - {"fp32"}):
+        hopeless = gemm_rate(t, seconds, TRIAL) < HOPELESS * gemm_rate("fp32", seconds, TRIAL)
+        gemm[t] = single if hopeless else max(single, gemm_rate(t, seconds))
     return Ceilings(gemm, {n: read_rate(n, seconds) for n in sorted({working_set(c) for c in cases})})
 
 
-def gemm_rate(dtype, seconds):
+def gemm_rate(dtype, seconds, sizes=GEMM_SIZES):
     rates = []
     with torch.inference_mode():
-        for m, k, n in GEMM_SIZES:
+        for m, k, n in sizes:
             a, b, out = (torch.randn(size).to(DTYPES[dtype]) for size in ((m, k), (k, n), (m, n)))
-            rates.append(2 * m * k * n / _best(lambda: torch.mm(a, b, out=out), seconds / len(GEMM_SIZES)))  # noqa: B023
+            rates.append(2 * m * k * n / _best(lambda: torch.mm(a, b, out=out), seconds / len(sizes)))  # noqa: B023
     return max(rates)
 
 

@@ -21,7 +21,7 @@ def step_tensors(case, seed=0):
     kv = case.G * case.D
     shapes = {"q": (case.E, case.E), "k": (kv, case.E), "v": (kv, case.E), "o": (case.E, case.E)}
     given = {f"w_{n}": torch.randn(shape, generator=generator) * case.E**-0.5 for n, shape in shapes.items()}
-    given["x"] = torch.randn(case.B, 1, case.E, generator=generator)
+    given["x"] = torch.randn(case.B, case.N, case.E, generator=generator)
     given |= {n: torch.randn(case.B, case.G, case.cached, case.D, generator=generator) for n in ("k", "v")}
     return {name: t.to(case.type) for name, t in given.items()}
 
@@ -29,25 +29,29 @@ def step_tensors(case, seed=0):
 def by_hand(case, given, dtype):
     """A step as an expert writes it: tables of cosines and sines, a cache with room, torch's fused attention."""
     w = {n: given[f"w_{n}"].to(dtype) for n in "qkvo"}
-    x, B, H, G, D = given["x"].to(dtype), case.B, case.H, case.G, case.D
-    k, v = (torch.nn.functional.pad(given[n].to(dtype), (0, 0, 0, 1)) for n in ("k", "v"))  # room for one more
-    at = torch.tensor(case.lengths)
+    x, B, N, H, G, D = given["x"].to(dtype), case.B, case.N, case.H, case.G, case.D
+    k, v = (torch.nn.functional.pad(given[n].to(dtype), (0, 0, 0, N)) for n in ("k", "v"))  # room for the new
+    at = torch.tensor(case.lengths)[:, None] + torch.arange(N)  # (B, N)
     wide = torch.promote_types(dtype, torch.float32)  # angles are rounded, too, as transformers rounds them
-    turns = at[:, None].to(wide) * (1 / THETA ** (torch.arange(0, D, 2, dtype=wide) / D))  # (B, D/2)
-    cos, sin = (torch.cat((t, t), -1)[:, None, None].to(dtype) for t in (turns.cos(), turns.sin()))  # (B, 1, 1, D)
-    row = torch.arange(B)
-    mask = (torch.arange(case.cached + 1) <= at[:, None])[:, None, None] if case.ragged else None
+    turns = at[..., None].to(wide) * (1 / THETA ** (torch.arange(0, D, 2, dtype=wide) / D))  # (B, N, D/2)
+    cos, sin = (torch.cat((t, t), -1)[:, None].to(dtype) for t in (turns.cos(), turns.sin()))  # (B, 1, N, D)
+    row = torch.arange(B)[:, None]
+    mask = (torch.arange(case.cached + N) <= at[..., None])[:, None] if case.ragged else None
+    causal = N > 1 and not case.cached  # where torch means the same by it
 
     def turn(t):
         return t * cos + torch.cat((-t[..., D // 2 :], t[..., : D // 2]), -1) * sin
 
     def run():
-        q = turn(linear(x, w["q"]).view(B, 1, H, D).transpose(1, 2))
-        new = turn(linear(x, w["k"]).view(B, 1, G, D).transpose(1, 2))
-        k[row, :, at] = new[:, :, 0]
-        v[row, :, at] = linear(x, w["v"]).view(B, G, D)
-        heads = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return linear(heads.transpose(1, 2).reshape(B, 1, H * D), w["o"])
+        q = turn(linear(x, w["q"]).view(B, N, H, D).transpose(1, 2))
+        keys = turn(linear(x, w["k"]).view(B, N, G, D).transpose(1, 2))
+        values = linear(x, w["v"]).view(B, N, G, D)
+        if case.ragged:
+            k[row, :, at], v[row, :, at] = keys.transpose(1, 2), values
+        else:
+            k[:, :, case.cached :], v[:, :, case.cached :] = keys, values.transpose(1, 2)
+        heads = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        return linear(heads.transpose(1, 2).reshape(B, N, H * D), w["o"])
 
     return run
 

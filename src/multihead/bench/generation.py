@@ -26,7 +26,10 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Step(Numbers):
-    """One new token of each of B rows through a layer with RoPE, `cached` before it; `ragged`: half as many in half."""
+    """N new tokens of each of B rows through a layer with RoPE, `cached` before them; `ragged`: half as many in half.
+
+    One is a step of decoding; many behind none are a prompt.
+    """
 
     B: int
     cached: int
@@ -38,12 +41,14 @@ class Step(Numbers):
     ragged: bool = False
     quick: bool = False
     dtype: str = "fp32"
+    N: int = 1
     peers = (BY_HAND, BY_HAND_COMPILED)
 
     @property
     def name(self):
         ragged = "/ragged" if self.ragged else ""
-        return f"step/{self.B}x1:{self.cached}/{self.E}/{self.H}:{self.G}-heads{ragged}{self.suffix}"
+        what = f"prompt/{self.B}x{self.N}" if self.N > 1 else f"step/{self.B}x1:{self.cached}"
+        return f"{what}/{self.E}/{self.H}:{self.G}-heads{ragged}{self.suffix}"
 
     @property
     def D(self):
@@ -60,7 +65,8 @@ class Step(Numbers):
 
     @property
     def flops(self):
-        return 2 * self.B * self.matrices + 4 * self.E * sum(length + 1 for length in self.lengths)
+        pairs = sum(self.N * length + self.N * (self.N + 1) // 2 for length in self.lengths)
+        return 2 * self.B * self.N * self.matrices + 4 * self.E * pairs
 
     @property
     def bytes(self):
@@ -136,6 +142,7 @@ SMALL, EVERYONE = "SmolLM2-135M", (HF_SDPA, HF_EAGER, HF_STATIC, HF_COMPILED)
 
 GENERATION = [
     *steps("a decoding step: projections, RoPE, cache, attention"),
+    *(Step(1, 0, 1024, 16, 4, "a prompt through the same layer", {BY_HAND: 1.3}, N=N) for N in (64, 512, 2048)),
     Step(8, 1024, 1024, 16, 4, "eight conversations at once"),
     Step(8, 1024, 1024, 16, 4, "eight of two lengths: torch needs a mask", ragged=True),
     Whole(SMALL, 1, 64, "a token soon after the start: weights are all there is to read", {HF_SDPA: 2.0}),
@@ -145,6 +152,9 @@ GENERATION = [
     Whole(SMALL, 4096, 0, "the same of a long prompt", {HF_SDPA: 1.2}),
     Whole(SMALL, 1, 64, "half the bytes", {HF_SDPA: 2.0}, dtype="bf16"),
     Whole(SMALL, 1, 1024, "half the bytes", {HF_SDPA: 2.0}, dtype="bf16"),
+    Whole(SMALL, 1024, 0, "time to the first token", dtype="bf16"),
+    Whole("BERT-base", 512, 0, "an encoder", dtype="bf16"),
+    Whole("ViT-base", 197, 0, "a picture", dtype="bf16"),
     Whole("SmolLM2-360M", 1, 1024, "the next size", named=True),
     Whole("Qwen2.5-0.5B", 1, 1024, "a large vocabulary, biases of q, k and v", named=True),
     Whole("Llama-3.2-1B", 1, 1024, "2.5 GB of weights", named=True, dtype="bf16"),

@@ -24,6 +24,8 @@ ENOUGH = 1 / 2  # of the blocks, and never fewer than 9: below, the steadiest ar
 FEWEST_KEPT = 9  # two disturbed ones among five decide an interval, among nine they do not
 SLOT = 0.005  # seconds of calls timed in one go: far above the timer's resolution, below the pace of drift
 SLOT_AFTER_REST = 0.05  # the same where each change of hands costs a rest
+PATIENCE = 30.0  # seconds; where the fewest blocks would take longer, so many as fit, and the result says so
+FEWEST_OF_ALL = 3
 LONG_CALL = 0.05  # seconds; beyond it a cold start is lost in the call, and a warm-up would double the cost
 
 
@@ -114,7 +116,8 @@ def compare(a, b, *, seconds, seed=0, rest=None, tick=lambda done, total: None):
         pace_b = find_pace(b, rest)
         count = count_blocks(seconds, pace_a.slot_seconds + pace_b.slot_seconds, rest)
         blocks, readings, last = [], [clock_reading()], None
-        for order in orders(AT_LONGEST * count, seed):
+        most = AT_LONGEST * count if count >= FEWEST_BLOCKS else count
+        for order in orders(most, seed):
             if len(blocks) >= count and not steady(readings)[1]:
                 break
             slots = {"a": [], "b": []}
@@ -146,8 +149,9 @@ def find_pace(contender, rest):
 
 def count_blocks(seconds, slots_seconds, rest):
     """How many blocks fit: each has two slots of either side, and about two and a half changes of hands."""
-    fit = int(seconds / (2 * slots_seconds + 2.5 * rest))
-    return min(max(fit, FEWEST_BLOCKS), MOST_BLOCKS)
+    block = 2 * slots_seconds + 2.5 * rest
+    fewest = min(max(int(max(seconds, PATIENCE) / block), FEWEST_OF_ALL), FEWEST_BLOCKS)
+    return min(max(int(seconds / block), fewest), MOST_BLOCKS)
 
 
 def orders(count, seed):
@@ -186,6 +190,8 @@ def steady(readings):
 def summarise(blocks, readings, seed=0):
     """`blocks`: for each, a's and b's seconds per call in its slots; `readings`: the clock around them."""
     kept, note = steady(readings)
+    if len(blocks) < FEWEST_BLOCKS:
+        note = "; ".join(filter(None, (f"slow: {len(blocks)} blocks are all there was time for", note)))
     blocks_kept = [blocks[i] for i in kept]
     ratios = [sum(b) / sum(a) for a, b in blocks_kept]
     low, high = bootstrap_interval(ratios, seed)

@@ -13,6 +13,15 @@ SCORES = 2**22  # scores held at once: a chunk of queries is chosen to stay belo
 PEER_ALLOWANCE = 4
 
 
+def product(a, b):
+    """`a @ b`, rounded once.
+
+    Of float16 by way of float32: where the CPU has no float16 arithmetic torch sums in float32 as well, but a number at
+    a time, which takes minutes for a long case.
+    """
+    return (a.float() @ b.float()).to(a.dtype) if a.dtype is torch.float16 else a @ b
+
+
 class WrongResult(Exception):
     """What a contender computes is not attention."""
 
@@ -31,9 +40,9 @@ def attend(q, k, v, mask, dtype):
         for b in range(B):
             for h in range(H):
                 g = h // (H // G)
-                scores = (q[b, h, rows].to(dtype) @ k[b, g, begin:end].to(dtype).T) * D**-0.5
+                scores = product(q[b, h, rows].to(dtype), k[b, g, begin:end].to(dtype).T) * D**-0.5
                 weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-                out[b, h, rows] = weights @ v[b, g, begin:end].to(dtype)
+                out[b, h, rows] = product(weights, v[b, g, begin:end].to(dtype))
     return out
 
 
@@ -49,8 +58,8 @@ def gradients(q, k, v, d_out, mask, dtype):
             at = (b, h), (b, h // (H // G)), (b, h // (H // G))
             head = [t[i].detach().to(dtype).requires_grad_() for t, i in zip((q, k, v), at)]
             with torch.enable_grad():
-                scores = (head[0] @ head[1].T) * D**-0.5
-                out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ head[2]
+                scores = product(head[0], head[1].T) * D**-0.5
+                out = product(scores.masked_fill(~allowed, -torch.inf).softmax(-1), head[2])
             for total, i, part in zip(found, at, torch.autograd.grad(out, head, d_out[b, h].to(dtype))):
                 total[i] += part
     return torch.cat([t.flatten() for t in found])
@@ -72,7 +81,7 @@ def lens(q, k, case, dtype):
         allowed = (keys >= start[part, None]) & (keys < stop[part, None])
         for b in range(B):
             for h in range(H):
-                scores = (q[b, h, part].to(dtype) @ k[b, h].to(dtype).T) * D**-0.5
+                scores = product(q[b, h, part].to(dtype), k[b, h].to(dtype).T) * D**-0.5
                 w = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
                 if case.what == "rows":
                     rows[b, h] = w
@@ -80,7 +89,7 @@ def lens(q, k, case, dtype):
                     sums = torch.nn.functional.pad(w.double().cumsum(-1), (1, 0))
                     pooled = ((sums[:, last] - sums[:, first]) / (last - first)).to(dtype)  # (part, 512)
                     inside = (part >= first[:, None]) & (part < last[:, None])
-                    picture[b, h] += (inside.to(dtype) / (last - first)[:, None].to(dtype)) @ pooled
+                    picture[b, h] += product(inside.to(dtype) / (last - first)[:, None].to(dtype), pooled)
                 else:
                     entropy[b, h, part] = torch.special.entr(w).sum(-1)
                     peak[b, h, part] = w.amax(-1)
@@ -94,9 +103,9 @@ def layer(x, weights, case, dtype):
     B, N, E = x.shape
     x = x.to(dtype)
     w = {name: weight.to(dtype) for name, weight in weights.items()}
-    q, k, v = ((x @ w[f"w_{n}"].T + w[f"b_{n}"]).view(B, N, case.H, E // case.H).transpose(1, 2) for n in "qkv")
+    q, k, v = ((product(x, w[f"w_{n}"].T) + w[f"b_{n}"]).view(B, N, case.H, E // case.H).transpose(1, 2) for n in "qkv")
     merged = attend(q, k, v, case.mask, dtype).transpose(1, 2).reshape(B, N, E)
-    return merged @ w["w_o"].T + w["b_o"]
+    return product(merged, w["w_o"].T) + w["b_o"]
 
 
 def bound_of(exact, plain):

@@ -1,11 +1,15 @@
 """Runs cases: check first, time second, and say what could not be timed."""
 
+import time
 from dataclasses import dataclass, field
 
 from multihead.bench.measure import Comparison, compare
 from multihead.bench.oracle import PEER_ALLOWANCE, WrongResult, check
 from multihead.bench.peers.runtimes import Unavailable
 from multihead.bench.problems import problem_of
+
+TOO_SLOW = 10.0  # seconds of a peer's first call; one that takes this long, and HOPELESS times ours, is only named
+HOPELESS = 20
 
 
 @dataclass
@@ -70,7 +74,12 @@ def _run_peer(name, problem, ours, seconds, step):
     try:
         peer = problem.peer(name)
         result.detail = peer.detail
-        result.error = check(name, peer.result(), problem.exact, problem.bound * PEER_ALLOWANCE)
+        start = time.perf_counter()
+        answer = peer.result()
+        took = time.perf_counter() - start
+        result.error = check(name, answer, problem.exact, problem.bound * PEER_ALLOWANCE)
+        if took > TOO_SLOW and took > HOPELESS * (own := ours.seconds(1)):
+            raise Unavailable(f"not timed: its first call took {took:.0f} s, one of ours {own:.2g} s")
         result.comparison = compare(ours, peer, seconds=seconds, tick=lambda *at: step(name, *at))
     except (Unavailable, WrongResult) as error:
         result.reason = str(error)
