@@ -19,7 +19,11 @@ struct Bf16Pairs {
   static Vector all(const Item* p) {  // rows of halves need not lie at multiples of four bytes
     int x;
     std::memcpy(&x, p, sizeof x);
-    return (Vector)_mm512_set1_epi32(x);
+    __m512i pairs = _mm512_set1_epi32(x);
+#if defined(__clang__) && __clang_major__ == 16
+    asm("" : "+v"(pairs));  // clang 16 dies of a vector of bfloat16 that it knows to repeat one number
+#endif
+    return (Vector)pairs;
   }
   static F multiply_add(Vector x, Vector y, F sum) { return _mm512_dpbf16_ps(sum, x, y); }
 
