@@ -67,7 +67,7 @@ class StepProblem:
         case, given = self.case, self.given
         layer = mh.MultiHeadAttention(case.E, heads=case.H, kv_heads=case.G, bias=False, rope=True, dtype=case.type)
         layer.load_state_dict({f"{n}_proj.weight": given[f"w_{n}"] for n in "qkvo"})
-        cache = layer.eval().new_cache(batch=case.B)
+        cache = layer.eval().new_cache(batch=case.B, capacity=case.cached + case.N)  # room, as by hand
         lengths = torch.tensor(case.lengths) if case.ragged else None
         with torch.inference_mode():
             cache.append(given["k"], given["v"], lengths)
