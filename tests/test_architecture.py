@@ -13,6 +13,7 @@ import multihead
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(multihead.__file__).parent
+CORE = [path for path in sorted((ROOT / "native").rglob("*.*")) if path.suffix in (".cpp", ".h", ".inl")]
 
 # A room may import from the rooms above it, and its own files from each other, without a circle.
 ROOMS = [
@@ -119,6 +120,58 @@ def test_nobody_reaches_for_another_rooms_private_names() -> None:
                 assert not private or room(other) == room(name), f"{name} imports {private} from {other}"
 
 
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """The private names that a file gives to something."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return {name for name in found if private(name)}
+
+
+def reached(tree: ast.AST) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and private(node.attr)}
+
+
+def test_nor_does_anybody_read_them_of_another_rooms_objects() -> None:
+    trees = {module_name(path): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    owners: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        for one in defined(tree):
+            owners.setdefault(one, set()).add(room(name))
+    owners.pop("_version", None)  # a tensor's too, and that is torch's own word for it
+    for name, tree in trees.items():
+        taken = {one for one in reached(tree) if one in owners and room(name) not in owners[one]}
+        assert not taken, f"{name} reaches for {taken}"
+
+
+def test_that_would_be_found() -> None:
+    assert defined(ast.parse("class A:\n def __init__(self): self._x = 1\ndef _f(): ...\n_y = 2")) == {"_x", "_f", "_y"}
+    assert reached(ast.parse("layer._x + _f(self._z).__class__")) == {"_x", "_z"}
+
+
+# Words a reader stumbles over, where the field has one; prose may hold on to numbers, code may not call anything so.
+NOT_OUR_WORDS = re.compile(
+    r"_meet\b|_stands_between|meet_torch|\b_who\b|\bcrowds\b|\bclass Looking\b|_hung\b|\bwhole_numbers\b|laid in lanes"
+    r"|\bheld\b *(?:,.*)?=(?!=)|\bdef held\b|\binside=\"|times 0 being|where nobody would notice|exist nowhere"
+)
+
+
+def test_words_of_the_field() -> None:
+    texts = [*SOURCE.rglob("*.py"), *SOURCE.rglob("*.js"), *CORE, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    for path in [*texts, ROOT / "CONTRIBUTING.md", ROOT / "native" / "README.md"]:
+        found = NOT_OUR_WORDS.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
 def test_import_needs_no_optional_dependency() -> None:
     blocked = [
         "transformers",
@@ -214,9 +267,6 @@ def test_more_than_eight_parameters_are_a_struct_that_has_no_name_yet() -> None:
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
         assert not set(long_lists(path.read_text())) - SIGNED_BY_OTHERS.get(name, set()), name
-
-
-CORE = [path for path in sorted((ROOT / "native").rglob("*.*")) if path.suffix in (".cpp", ".h", ".inl")]
 
 
 def test_so_they_are_in_the_core() -> None:

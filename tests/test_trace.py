@@ -60,11 +60,11 @@ def test_a_trace_is_detached_and_leaves_nothing_behind() -> None:
     layer = mh.MultiHeadAttention(12, heads=4)
     t = mh.trace(layer, torch.randn(5, 12, requires_grad=True))
     assert not any(tensor.requires_grad for tensor in t.values())
-    assert layer._taps == ()
+    assert layer.taps == ()
     assert layer.inside is Inside.NOTHING
     with pytest.raises(ValueError, match="E=12"):
         mh.trace(layer, torch.randn(5, 13))
-    assert layer._taps == ()
+    assert layer.taps == ()
 
 
 def test_cross_attention_and_caches_are_traced() -> None:

@@ -162,9 +162,9 @@ nb::object read_parts_of(const Parts& parts, nb::handle of, nb::handle x, nb::ha
 
 index integer(nb::handle of, const Name& name) { return nb::cast<index>(attribute(of, name)); }
 
-// Whole numbers that broadcast to `shape`, copied, so that what was checked is what is used.
-bool whole_numbers(Reader& reader, nb::handle given, const char* name, std::initializer_list<index> shape,
-                   std::vector<std::int64_t>& to) {
+// Integers that broadcast to `shape`, copied, so that what was checked is what is used.
+bool integers(Reader& reader, nb::handle given, const char* name, std::initializer_list<index> shape,
+              std::vector<std::int64_t>& to) {
   Tensor t;
   if (!reader.tensor(given, name, t)) return false;
   if (t.number != Number::i64 && t.number != Number::i32)
@@ -221,10 +221,10 @@ bool rotation(Reader& reader, LayerCall& call, const Angles& angles, bool of_con
     to.first = nb::cast<index>(angles.positions), to.token = 1;
     low = to.first, high = to.first + N - 1;
   } else if (angles.counted) {
-    if (!whole_numbers(reader, angles.positions, "positions", {B}, positions)) return false;
+    if (!integers(reader, angles.positions, "positions", {B}, positions)) return false;
     to.positions_batch = 1, to.token = 1;
   } else {
-    if (!whole_numbers(reader, angles.positions, "positions", {B, N}, positions)) return false;
+    if (!integers(reader, angles.positions, "positions", {B, N}, positions)) return false;
     to.positions_batch = N, to.positions_token = 1;
   }
   if (!PyLong_Check(angles.positions.ptr()) && !positions.empty()) {
@@ -325,9 +325,9 @@ nb::object join(LayerCall& call, const Buffers& cache, nb::handle first, index K
   to.first = 0;
   if (PyLong_Check(first.ptr()))
     to.first = nb::cast<index>(first);
-  else if (!whole_numbers(reader, first, "first", {B}, call.firsts))
+  else if (!integers(reader, first, "first", {B}, call.firsts))
     return as_tuple(reader.reason);
-  if (!real.is_none() && !whole_numbers(reader, real, "lengths", {B}, call.real)) return as_tuple(reader.reason);
+  if (!real.is_none() && !integers(reader, real, "lengths", {B}, call.real)) return as_tuple(reader.reason);
   for (index b = 0; b < B; ++b) {
     const index from = to.first + (call.firsts.empty() ? 0 : call.firsts[static_cast<std::size_t>(b)]);
     const index count = call.real.empty() ? N : call.real[static_cast<std::size_t>(b)];

@@ -212,17 +212,17 @@ class Cache:
         self.length, self.dropped = room.length, room.dropped
 
     def _check(self, k: Tensor, v: Tensor) -> None:
-        for name, new, held in (("k", k, self._k), ("v", v, self._v)):
-            B, G, _, D = held.shape
+        for name, new, buffer in (("k", k, self._k), ("v", v, self._v)):
+            B, G, _, D = buffer.shape
             if (new.shape[0], new.shape[1], new.shape[3]) != (B, G, D):
                 raise ValueError(
                     f"the layer's new {name} has B={new.shape[0]}, G={new.shape[1]} and head width {new.shape[3]}, "
                     f"but the cache was made for B={B}, G={G} and head width {D}: expected layer.new_cache(batch=…)"
                 )
-            if new.device != held.device:
+            if new.device != buffer.device:
                 raise ValueError(
-                    f"the layer's new {name} is {describe(new)}, but the cache holds {held.dtype} on {held.device}: "
-                    "make one with layer.new_cache(device=…)"
+                    f"the layer's new {name} is {describe(new)}, but the cache holds {buffer.dtype} on "
+                    f"{buffer.device}: make one with layer.new_cache(device=…)"
                 )
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
@@ -270,9 +270,9 @@ class Cache:
     def _resize(self, room: int) -> None:
         used = self.longest
         for name in self._buffers:
-            held = getattr(self, name)
-            larger = held.new_zeros(*held.shape[:2], room, held.shape[3])
-            larger[:, :, :used] = held[:, :, :used]
+            buffer = getattr(self, name)
+            larger = buffer.new_zeros(*buffer.shape[:2], room, buffer.shape[3])
+            larger[:, :, :used] = buffer[:, :, :used]
             setattr(self, name, larger)
 
     def _slide(self, new: int) -> None:
@@ -287,12 +287,12 @@ class Cache:
         else:
             let_go = max(used - (self.window - 1), 0)
         for name in self._buffers:
-            held = getattr(self, name)
+            buffer = getattr(self, name)
             if isinstance(let_go, Tensor):
-                front = held.gather(2, index.expand(-1, held.shape[1], -1, held.shape[3]))
+                front = buffer.gather(2, index.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
             else:
-                front = held[:, :, let_go:used]
-            larger = held.new_zeros(*held.shape[:2], room, held.shape[3])
+                front = buffer[:, :, let_go:used]
+            larger = buffer.new_zeros(*buffer.shape[:2], room, buffer.shape[3])
             larger[:, :, : front.shape[2]] = front
             setattr(self, name, larger)
         self.dropped = self.dropped + let_go

@@ -153,7 +153,7 @@ def plan(
     balanced, plain = (schedules.make(visible, lengths, lengths, balance) for balance in (True, False))
     pairs = sum(plain.shares)
     alone = setting.compute(pairs, sizes.H)
-    held = tokens * batch * (sizes.H + sizes.G) * (sizes.D + sizes.V) * dtype.itemsize
+    memory = tokens * batch * (sizes.H + sizes.G) * (sizes.D + sizes.V) * dtype.itemsize
     words = f"N={tokens:,} on {ranks} ranks, {'forward and backward' if backward else 'forward'}, {dtype}"
     return Plan(
         {
@@ -161,7 +161,7 @@ def plan(
             "ulysses": _ulysses(setting, lengths, pairs),
             "gather": _gather(setting, plain),
         },
-        Cost("one alone", alone, (0,), held, alone, 0.0),
+        Cost("one alone", alone, (0,), memory, alone, 0.0),
         words,
     )
 

@@ -105,7 +105,7 @@ def page(answers: Mapping[str, bytes], state: str, mode: str = "file") -> str:
 
 
 def served_page(text: str) -> str:
-    """The page's HTML as the server gives it: its modules are asked for at once, not one after another's import."""
+    """The page's HTML as the server gives it: its modules are preloaded together, not one after another's import."""
     ahead = "\n".join(f'<link rel="modulepreload" href="{path}">' for path in import_order(modules(), "main.js"))
     return start_element(text.replace(STYLE, f"{STYLE}\n{ahead}"), "server", "")
 

@@ -98,6 +98,6 @@ def _png(weights: torch.Tensor) -> str:
     from PIL import Image
 
     shade = 255 * (1 - (weights / weights.max().clamp(min=1e-30)).nan_to_num().sqrt())
-    held = io.BytesIO()
-    Image.fromarray(shade.round().to(torch.uint8).numpy()).save(held, "PNG")
-    return base64.b64encode(held.getvalue()).decode()
+    png = io.BytesIO()
+    Image.fromarray(shade.round().to(torch.uint8).numpy()).save(png, "PNG")
+    return base64.b64encode(png.getvalue()).decode()

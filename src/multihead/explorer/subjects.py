@@ -92,9 +92,9 @@ def _colour_input(x: Any, subject: Subject) -> Input:
     if isinstance(x, str | os.PathLike):
         x = Path(x).read_bytes()
     elif not isinstance(x, bytes):
-        held = io.BytesIO()
-        x.save(held, "PNG")
-        x = held.getvalue()
+        png = io.BytesIO()
+        x.save(png, "PNG")
+        x = png.getvalue()
     return {"kind": "pixels", "pixels": base64.b64encode(subject.read_picture(x).numpy().tobytes()).decode()}
 
 

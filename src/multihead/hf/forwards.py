@@ -18,7 +18,7 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-3}  # of
 
 
 def unwatched(module: nn.Module) -> bool:
-    """Whether nobody would notice that the module is not called."""
+    """Whether no hook and no other forward stands on the module: its numbers may be computed without calling it."""
     d = module.__dict__
     if d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"]:
         return False

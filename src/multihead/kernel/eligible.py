@@ -187,7 +187,7 @@ def layer(
     `recalls`: its keys and values are there already.
     """
     assert kernel.module is not None
-    if of._taps or (of.training and of.dropout):
+    if of.taps or (of.training and of.dropout):
         return _BETWEEN
     if of.rope is not None and (type(of.rope) is not RoPE or RoPE.rotate is not _ROTATE):
         return _BETWEEN

@@ -114,7 +114,7 @@ class MultiHeadAttention(nn.Module):
             self.rope.frequencies(s.D)  # refuses a width that it cannot turn
         self.softcap, self.dropout = softcap, dropout
         self.scale = s.D**-0.5 if scale is None else scale
-        self._taps: tuple[tuple[steps.Tap, Inside], ...] = ()  # of `edit` and `trace`
+        self.taps: tuple[tuple[steps.Tap, Inside], ...] = ()  # of `edit` and `trace`
         self._met: tuple[Visible, Mask | Tensor | None] | None = None  # for taps: what queries see, by which mask of x
         self.reset_parameters()
 
@@ -289,7 +289,7 @@ class MultiHeadAttention(nn.Module):
         k_heads, v_heads = self._tap("k_heads", k_heads), self._tap("v_heads", v_heads)
 
         visible = lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
-        if self._taps:
+        if self.taps:
             self._met = visible, mask if context is None and not isinstance(cache, ContextCache) else None
         return q_heads, k_heads, v_heads, visible
 
@@ -417,11 +417,11 @@ class MultiHeadAttention(nn.Module):
     @property
     def inside(self) -> Inside:
         """What taps do to scores, masked and weights."""
-        wanted = [inside for _, inside in self._taps if inside is not Inside.NOTHING]
+        wanted = [inside for _, inside in self.taps if inside is not Inside.NOTHING]
         return Inside.NOTHING if not wanted else Inside.CHANGE if Inside.CHANGE in wanted else Inside.WATCH
 
     def _tap(self, name: str, t: Tensor) -> Tensor:
-        for tap, _ in self._taps:
+        for tap, _ in self.taps:
             t = tap(name, t)
         return t
 

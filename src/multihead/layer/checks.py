@@ -103,10 +103,10 @@ def check_lengths(
     real = torch.as_tensor(lengths, device=x.device)
     if real.dtype.is_floating_point or real.dtype == torch.bool or real.shape != x.shape[:1]:
         raise ValueError(f"lengths is {describe(real)}: expected an integer for each of the B={x.shape[0]} rows")
-    held = isinstance(cache, Cache) and not torch.compiler.is_compiling()
-    if held and (real.is_meta or inside_torch_func()):
+    kept = isinstance(cache, Cache) and not torch.compiler.is_compiling()
+    if kept and (real.is_meta or inside_torch_func()):
         raise ValueError("lengths= has no numbers to read here, and a cache has to know where each of its rows ends")
-    if real.numel() and (held or readable(real)):
+    if real.numel() and (kept or readable(real)):
         low, high = int(real.min()), int(real.max())
         if low < 0 or high > x.shape[1]:
             raise ValueError(f"lengths={real.tolist()}: expected 0…{x.shape[1]}, the number of tokens in x")

@@ -18,11 +18,11 @@ NAMES = ("q", "k", "v", "q_heads", "k_heads", "v_heads", *INSIDE, "heads", "tran
 @contextmanager
 def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: Inside = Inside.NOTHING) -> Iterator[None]:
     """Show every intermediate of `layer` to `tap`, which may change it; `inside`: what it does to those of `INSIDE`."""
-    layer._taps = (*layer._taps, (tap, inside))
+    layer.taps = (*layer.taps, (tap, inside))
     try:
         yield
     finally:  # this tap only: blocks that overlap may end in any order
-        layer._taps = tuple(other for other in layer._taps if other[0] is not tap)
+        layer.taps = tuple(other for other in layer.taps if other[0] is not tap)
         layer._met = None
 
 

@@ -132,15 +132,15 @@ def top(region: Region, state: Tensor, n: int) -> tuple[Tensor, Tensor]:
     scores_of = region.q.new_full((*region.shape[:3], n), -torch.inf, dtype=region.wide)
     keys_of = torch.full(scores_of.shape, -1, device=scores_of.device)
     for at, scores in region.tiles():
-        held, held_keys = scores_of[at.rows], keys_of[at.rows]
-        wins = ~(scores.amax(-1) <= held[..., -1])
+        best, best_keys = scores_of[at.rows], keys_of[at.rows]
+        wins = ~(scores.amax(-1) <= best[..., -1])
         if not bool(wins.any()):
             continue
         values, index = largest(scores[wins], min(n, scores.shape[-1]))  # (rows, n)
-        values = torch.cat([held[wins], values], -1)
-        keys = torch.cat([held_keys[wins], region.numbers(at.keys)[index]], -1)
+        values = torch.cat([best[wins], values], -1)
+        keys = torch.cat([best_keys[wins], region.numbers(at.keys)[index]], -1)
         values, order = values.sort(dim=-1, descending=True, stable=True)  # on a tie the earlier keys stay
-        held[wins], held_keys[wins] = values[:, :n], keys.gather(-1, order)[:, :n]
+        best[wins], best_keys[wins] = values[:, :n], keys.gather(-1, order)[:, :n]
     keys_of.masked_fill_(scores_of == -torch.inf, -1)
     base, denominator = state.unbind(-1)
     weights = torch.exp(scores_of - _finite(base)[..., None]) / denominator[..., None]

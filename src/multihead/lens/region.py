@@ -196,10 +196,10 @@ class Region:
 
     def tiles(self, all_heads: bool = False) -> Iterator[tuple[At, Tensor]]:
         """Every score that may be seen, once: where, and a tile (b, h, q, k) of its own, −inf where hidden."""
-        group, held, q = self.q.shape[1] // max(1, self.k.shape[1]), None, self.q
+        group, rows, q = self.q.shape[1] // max(1, self.k.shape[1]), None, self.q
         for at, whole in self.blocks(all_heads):
-            if held != at.rows:
-                held, q = at.rows, self.q[at.rows].to(self.wide)
+            if rows != at.rows:
+                rows, q = at.rows, self.q[at.rows].to(self.wide)
             kv_heads = slice(at.heads.start // group, at.heads.stop // group)
             yield at, self._scores(q, self.k[at.batch, kv_heads, at.keys], at, whole)
 

@@ -164,7 +164,7 @@ def in_terms_of(
 
 def _plain(layer: "MultiHeadAttention") -> bool:
     """Whether q and k are what the two matrices make, and nothing between changes them."""
-    return type(layer.q_proj) is nn.Linear and type(layer.k_proj) is nn.Linear and not layer._taps
+    return type(layer.q_proj) is nn.Linear and type(layer.k_proj) is nn.Linear and not layer.taps
 
 
 def _made(

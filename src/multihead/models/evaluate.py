@@ -44,10 +44,10 @@ def measure(name: str) -> Figures:
     """Every figure of the model of this name; needs the data it is judged by."""
     model = load(name)
     if isinstance(model, VisionTransformer):
-        _, held, _ = images.read_labelled(None, model.size)
+        _, held_out, _ = images.read_labelled(None, model.size)
         return size(name) | {
             "accuracy on the 10,000 test images": f"{100 * accuracy(model, *images.read_fashion('t10k')):.2f} %",
-            "accuracy on the 5,000 held-out training images": f"{100 * accuracy(model, *held):.2f} %",
+            "accuracy on the 5,000 held-out training images": f"{100 * accuracy(model, *held_out):.2f} %",
         }
     _, documents = texts.hold_out(texts.read_documents())
     return size(name) | {"bits per byte of the held-out text": f"{bits_per_byte(model, documents):.3f}"} | heads(model)

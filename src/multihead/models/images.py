@@ -136,8 +136,8 @@ def read_labelled(folder: str | os.PathLike | None, size: int) -> tuple[Labelled
             classes[part].append(number)
     if not found[0] or not found[1]:
         raise ValueError(f"{root}: expected a folder for each label, of at least ten images each")
-    train, held = ((torch.stack(f), torch.tensor(c)) for f, c in zip(found, classes))
-    return train, held, labels
+    train, held_out = ((torch.stack(f), torch.tensor(c)) for f, c in zip(found, classes))
+    return train, held_out, labels
 
 
 def read_fashion(part: str) -> Labelled:

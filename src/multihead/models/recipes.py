@@ -86,7 +86,7 @@ def train_lm(
     given = _size(LM_SIZES, size)
     if not 0 <= repeats <= 1:
         raise ValueError(f"repeats={repeats}: expected a part of the rows, 0 to 1")
-    kept, held = texts.hold_out(texts.read_documents(data))
+    kept, held_out = texts.hold_out(texts.read_documents(data))
     torch.manual_seed(seed)
     if start is None:
         tokenizer = texts.Tokenizer.train(kept, vocabulary)
@@ -99,7 +99,7 @@ def train_lm(
     tokens = texts.pack(kept, tokenizer)
     batches = f"repeats={repeats}"
     recipe = Recipe(given.steps if steps is None else steps, given.rows, rate=rate, seed=seed, batches=batches)
-    starts = [document[:2000] for document in held]
+    starts = [document[:2000] for document in held_out]
 
     def loss(generator: torch.Generator) -> Tensor:
         return model.loss(texts.batch(tokens, tokenizer.size, recipe.rows, model.context, repeats, generator))
@@ -138,7 +138,7 @@ def train_vit(
     """
     given = _size(VIT_SIZES, size)
     torch.manual_seed(seed)
-    (pixels, classes), held, labels = images.read_labelled(data, SIZE)
+    (pixels, classes), held_out, labels = images.read_labelled(data, SIZE)
     model = VisionTransformer(labels, given.width, VIT_HEADS, given.layers) if start is None else load(start)
     require_int("shift", shift, 0)
     if not isinstance(model, VisionTransformer) or model.labels != labels:
@@ -155,7 +155,7 @@ def train_vit(
         loss,
         recipe,
         Path(folder) / "vit.checkpoint",
-        validate=lambda: {"accuracy": accuracy(model, *held)},
+        validate=lambda: {"accuracy": accuracy(model, *held_out)},
         report=report,
         validate_every=1000,
     )

@@ -121,8 +121,8 @@ def hold_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
             for n in range(HELD_OUT)
         ]
     kept = [document for n, document in enumerate(documents) if n % HELD_OUT != HELD_OUT // 2]
-    held = [document for n, document in enumerate(documents) if n % HELD_OUT == HELD_OUT // 2]
-    return kept, held
+    held_out = [document for n, document in enumerate(documents) if n % HELD_OUT == HELD_OUT // 2]
+    return kept, held_out
 
 
 def pack(documents: Iterable[str], tokenizer: Tokenizer) -> Tensor:

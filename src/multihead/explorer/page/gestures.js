@@ -80,9 +80,9 @@ export function createGestures(canvas, map) {
   for (const end of ["pointerup", "pointercancel"]) {
     canvas.addEventListener(end, (event) => {
       const pointer = /** @type {PointerEvent} */ (event);
-      const held = pointers.delete(pointer.pointerId);
+      const pressed = pointers.delete(pointer.pointerId);
       const at = itemAt(inside(pointer));
-      if (held && end === "pointerup" && moved <= 4 && at) map.lock(at);
+      if (pressed && end === "pointerup" && moved <= 4 && at) map.lock(at);
     });
   }
   canvas.addEventListener("pointerleave", () => {
