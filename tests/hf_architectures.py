@@ -1,6 +1,8 @@
 """Hugging Face architectures, each as a tiny random model, and why each is there.
 
 `LEDGER` has those that cannot work, with the reason. Sizes are small and distinct enough that a swapped axis fails.
+
+Longer than other files because it is a table, with a row for each architecture.
 """
 
 from collections.abc import Callable

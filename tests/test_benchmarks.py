@@ -1,6 +1,8 @@
 """The benchmarks refuse what is wrong, ask every peer the same question, and report what they found.
 
 Ours is played by the oracle in float32, so that these tests are about the harness alone.
+
+Longer than other files because the harness is tried as a whole, with one stand-in for the kernel.
 """
 
 import importlib.util

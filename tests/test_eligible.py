@@ -2,6 +2,8 @@
 
 What is asked of each cell: the numbers of the specification, or an error in words; never a crash, and never the numbers
 of an address that is not what it seems. Cells that used to crash run here in the process of the tests.
+
+Longer than other files because one table crosses reasons, arguments and entries.
 """
 
 import contextlib

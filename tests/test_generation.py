@@ -2,6 +2,8 @@
 
 The oracle below shares no code with the package: it keeps every token of every row in a list, turns pairs of numbers as
 complex numbers, and asks a plain function of two positions what may be seen.
+
+Longer than other files because its oracle stands beside every use of it.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Hugging Face models on our attention give what `eager` gives, and can be watched and changed while they run."""
+"""Hugging Face models on our attention give what `eager` gives, and can be watched and changed while they run.
+
+Longer than other files because every promise about a model on our attention is kept by the same few models.
+"""
 
 import functools
 import statistics

@@ -1,4 +1,7 @@
-"""A model that was sped up gives what it gave, in every way to call it, and is itself again afterwards."""
+"""A model that was sped up gives what it gave, in every way to call it, and is itself again afterwards.
+
+Longer than other files because every way to call a model is tried on the same architectures.
+"""
 
 import copy
 import inspect

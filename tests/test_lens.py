@@ -1,4 +1,7 @@
-"""The lens: every method against dense float64 weights, what it refuses, what it shares and what it keeps in memory."""
+"""The lens: every method against dense float64 weights, what it refuses, what it shares and what it keeps in memory.
+
+Longer than other files because every method of the lens meets the same dense weights.
+"""
 
 import subprocess
 import sys

@@ -2,6 +2,8 @@
 
 torch's own class is the oracle, in float64, where its answer is a number. Sizes are distinct, so that a swapped axis
 cannot pass.
+
+Longer than other files because it follows torch's signature, argument by argument.
 """
 
 import copy

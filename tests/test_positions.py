@@ -1,6 +1,8 @@
 """Positions against Hugging Face's own code, and against what each idea promises.
 
 Sizes are distinct, and prime where evenness is not needed: a swapped axis cannot pass.
+
+Longer than other files because every way to give positions is held against the same two oracles.
 """
 
 import dataclasses

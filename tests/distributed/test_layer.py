@@ -1,4 +1,7 @@
-"""The layer sharded by heads, by sequence and by both: output, gradients, caches, lens and state as in one process."""
+"""The layer sharded by heads, by sequence and by both: output, gradients, caches, lens and state as in one process.
+
+Longer than other files because three ways to shard a layer are held against one process.
+"""
 
 from collections.abc import Callable
 from functools import cache

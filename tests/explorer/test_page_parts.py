@@ -1,4 +1,7 @@
-"""The page in a browser: what goes in, masks, heads, predictions and sharing, with numbers of `mh.trace` and `mh.look`."""
+"""The page in a browser: what goes in, masks, heads, predictions and sharing, with numbers of `mh.trace` and `mh.look`.
+
+Longer than other files because the parts of one page share one browser and its fixtures.
+"""
 
 import io
 import json

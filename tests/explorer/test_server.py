@@ -1,4 +1,7 @@
-"""Who may ask the server, how much and for how long: a test for each promise of docs/explorer.md about security."""
+"""Who may ask the server, how much and for how long: a test for each promise of docs/explorer.md about security.
+
+Longer than other files because it has a test for each promise of one page of the documentation.
+"""
 
 import concurrent.futures
 import http.client
