@@ -104,9 +104,11 @@ class Layer:
         v = self._project("v_proj", x).unflatten(-1, (self.G, -1)).transpose(1, 2)
         return self._ready("k", x, self.G, positions), v
 
-    def __call__(self, x: Tensor, k: Tensor, v: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, k: Tensor, v: Tensor, seen: Tensor, positions: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         q = self._ready("q", x, self.H, positions)
-        heads, _ = attend(q, k, v, seen, self.scale, self.softcap, self.parameters.get("sinks"), product=self.product)
+        heads, _ = attend(q, k, v, seen, self.scale, self.softcap, self.parameters.get("sinks"), bias, self.product)
         return self._project("o_proj", heads.transpose(1, 2).flatten(-2))
 
 
@@ -146,9 +148,13 @@ def error(what: str, found: np.ndarray, exact: np.ndarray, judged: np.ndarray | 
 
 def judge(what: str, found: Tensor, exact: np.ndarray, plain: Callable[[Product], Tensor], dtype: torch.dtype,
           judged: np.ndarray | None = None) -> Judged:  # fmt: skip
-    """The error of `found`: at most twice that of `plain(order)` in the worst order, and one rounding."""
+    """The error of `found`: at most twice that of `plain(order)` in the worst order, and one rounding.
+
+    Below the smallest normal number nothing is promised: weights of that size are 0 in the kernel.
+    """
     where = np.isfinite(exact) if judged is None else np.isfinite(exact) & np.broadcast_to(judged, exact.shape)
     own = torch.finfo(dtype).eps * float(np.abs(exact[where]).max(initial=0))
+    own += 1e3 * torch.finfo(torch.promote_types(dtype, torch.float32)).tiny  # weights below it may be 0
     verdict = Judged(what, error(what, numbers(found), exact, judged), 0.0)
     for order in ORDERS:
         by_plain = error(what, numbers(plain(order)), exact, where)
