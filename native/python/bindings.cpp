@@ -110,6 +110,7 @@ NB_MODULE(_native, module) {
       .def("recall", recall, nb::arg("k"), nb::arg("v"), nb::arg("K"),
            "The keys and values to be attended to, of which no new ones are made.")
       .def("see", [](LayerCall& call, nb::handle visible) { return see(call.layer.plan, call.kept, visible); })
+      .def("put_out", put_out, nb::arg("x"), "What the layer puts out of x, in a tensor that is made for it.")
       .def("run", run_whole_layer, nb::arg("y"), nb::arg("threads"), nb::arg("isa") = "");
   nb::class_<FeedForwardCall>(module, "FeedForward", "A call of a gated feed-forward part, read and kept alive.")
       .def_prop_ro("rows", [](const FeedForwardCall& call) { return call.mlp.rows; })

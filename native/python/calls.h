@@ -102,6 +102,7 @@ void run_attend(AttentionCall& call, int threads, const std::string& isa, const 
 void run_backward(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
 void run_look(AttentionCall& call, int threads, const std::string& isa, const nanobind::kwargs& into);
 void run_whole_layer(LayerCall& call, nanobind::handle y, int threads, const std::string& isa);
+nanobind::object put_out(LayerCall& call, nanobind::handle x);
 void run_feed_forward(FeedForwardCall& call, nanobind::handle y, nanobind::handle middle, int threads,
                       const std::string& isa);
 void run_product(LinearCall& call, nanobind::handle y, int threads, const std::string& isa);

@@ -13,7 +13,8 @@ namespace {
 
 const Name sinks_name("sinks"), scale_name("scale"), softcap_name("softcap"), sizes_name("sizes"),
     modules_name("_modules"), E_name("E"), C_name("C"), D_name("D"), V_name("V"), q_name("q"), k_name("k"), v_name("v"),
-    o_name("o"), q_norm_name("q_norm"), k_norm_name("k_norm");
+    o_name("o"), q_norm_name("q_norm"), k_norm_name("k_norm"), q_proj_name("q_proj"), k_proj_name("k_proj"),
+    v_proj_name("v_proj"), o_proj_name("o_proj");
 
 // What a layer is made of: each projection an nn.Linear or (weight, bias), each norm None, an nn.RMSNorm or
 // (weight, eps). Without k and v the rows of q's weight are those of q, of k and of v, one behind the other.
@@ -163,8 +164,8 @@ nb::object read_parts_of(const Parts& parts, nb::handle of, nb::handle x, nb::ha
 index integer(nb::handle of, const Name& name) { return nb::cast<index>(attribute(of, name)); }
 
 // Integers that broadcast to `shape`, copied, so that what was checked is what is used.
-bool integers(Reader& reader, nb::handle given, const char* name, std::initializer_list<index> shape,
-              std::vector<std::int64_t>& to) {
+bool read_integers(Reader& reader, nb::handle given, const char* name, std::initializer_list<index> shape,
+                   std::vector<std::int64_t>& to) {
   Tensor t;
   if (!reader.tensor(given, name, t)) return false;
   if (t.number != Number::i64 && t.number != Number::i32)
@@ -221,10 +222,10 @@ bool rotation(Reader& reader, LayerCall& call, const Angles& angles, bool of_con
     to.first = nb::cast<index>(angles.positions), to.token = 1;
     low = to.first, high = to.first + N - 1;
   } else if (angles.counted) {
-    if (!integers(reader, angles.positions, "positions", {B}, positions)) return false;
+    if (!read_integers(reader, angles.positions, "positions", {B}, positions)) return false;
     to.positions_batch = 1, to.token = 1;
   } else {
-    if (!integers(reader, angles.positions, "positions", {B, N}, positions)) return false;
+    if (!read_integers(reader, angles.positions, "positions", {B, N}, positions)) return false;
     to.positions_batch = N, to.positions_token = 1;
   }
   if (!PyLong_Check(angles.positions.ptr()) && !positions.empty()) {
@@ -284,16 +285,18 @@ bool store(Reader& reader, LayerCall& call, nb::handle k, nb::handle v, nb::hand
 nb::object read_layer(nb::handle of, nb::handle x, nb::handle context, bool gradients, bool recalls) {
   const nb::object sizes = attribute(of, sizes_name), children = attribute(of, modules_name);
   if (!PyDict_Check(children.ptr())) return as_tuple({"the layer's children are not in a dictionary", false});
-  const auto child = [&](const char* name) { return nb::handle(PyDict_GetItemString(children.ptr(), name)); };
-  const Parts parts{child("q_proj"), child("k_proj"),        child("v_proj"),        child("o_proj"), child("q_norm"),
-                    child("k_norm"), integer(sizes, D_name), integer(sizes, V_name), recalls};
+  const auto child = [&](const Name& name) { return nb::handle(PyDict_GetItemWithError(children.ptr(), name.ptr())); };
+  const index E = integer(sizes, E_name);
+  const Parts parts{child(q_proj_name),     child(k_proj_name),     child(v_proj_name),
+                    child(o_proj_name),     child(q_norm_name),     child(k_norm_name),
+                    integer(sizes, D_name), integer(sizes, V_name), recalls};
   if (!parts.q || !parts.k || !parts.v || !parts.o) return as_tuple({"the layer has not all of its projections", true});
-  if (!recalls && context.is_none() && integer(sizes, C_name) != integer(sizes, E_name))
+  if (!recalls && context.is_none() && integer(sizes, C_name) != E)
     return as_tuple({"the layer takes a context, and none is given", false});
   const nb::object read = read_parts_of(parts, of, x, context, gradients);
   if (PyTuple_Check(read.ptr())) return read;
   const Layer& layer = nb::cast<LayerCall&>(read).layer;
-  if (layer.outputs != integer(sizes, E_name) || layer.E != integer(sizes, E_name))
+  if (layer.outputs != E || layer.E != E)
     return as_tuple({"x, or what o_proj puts out, is not of the width of the model", true});
   return read;
 }
@@ -325,9 +328,9 @@ nb::object join(LayerCall& call, const Buffers& cache, nb::handle first, index K
   to.first = 0;
   if (PyLong_Check(first.ptr()))
     to.first = nb::cast<index>(first);
-  else if (!integers(reader, first, "first", {B}, call.firsts))
+  else if (!read_integers(reader, first, "first", {B}, call.firsts))
     return as_tuple(reader.reason);
-  if (!real.is_none() && !integers(reader, real, "lengths", {B}, call.real)) return as_tuple(reader.reason);
+  if (!real.is_none() && !read_integers(reader, real, "lengths", {B}, call.real)) return as_tuple(reader.reason);
   for (index b = 0; b < B; ++b) {
     const index from = to.first + (call.firsts.empty() ? 0 : call.firsts[static_cast<std::size_t>(b)]);
     const index count = call.real.empty() ? N : call.real[static_cast<std::size_t>(b)];

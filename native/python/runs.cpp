@@ -4,6 +4,7 @@
 
 #include "core/dispatch.h"
 #include "python/calls.h"
+#include "python/watchers.h"
 #include "run/attend.h"
 #include "run/backward.h"
 #include "run/look.h"
@@ -160,6 +161,12 @@ void run_whole_layer(LayerCall& call, nb::handle y, int threads, const std::stri
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   run_layer(layer, chosen, threads);
+}
+
+nb::object put_out(LayerCall& call, nb::handle x) {
+  nb::object y = rows_like(x, call.layer.outputs);
+  run_whole_layer(call, y, torch_threads(), "");
+  return y;
 }
 
 void run_product(LinearCall& call, nb::handle y, int threads, const std::string& isa) {

@@ -90,7 +90,8 @@ struct Torch {
   Descriptor nbytes{type("torch", "UntypedStorage"), "nbytes"};
   PyObject *contiguous = name("contiguous"), *to = name("to"), *dtype = name("dtype"), *is_cpu = name("is_cpu"),
            *layout = name("layout"), *shape = name("shape"), *stride = name("stride"), *data_ptr = name("data_ptr");
-  PyObject* new_empty_strided = attribute_of(tensor, "new_empty_strided");
+  PyObject *new_empty_strided = attribute_of(tensor, "new_empty_strided"),
+           *new_empty = attribute_of(tensor, "new_empty");
   // Of a module: what must be empty, and what must not be there at all.
   PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                         name("_backward_pre_hooks")};
@@ -305,6 +306,22 @@ nb::object heads_like(nb::handle q, const Sizes& s) {
   const nb::object shape = tuple(s.B, s.H, s.Q, s.V), strides = tuple(s.H * s.Q * s.V, s.V, s.H * s.V, 1);
   PyObject* const given[] = {q.ptr(), shape.ptr(), strides.ptr()};
   PyObject* made = PyObject_Vectorcall(torch().new_empty_strided, given, 3, nullptr);
+  if (!made) throw nb::python_error();
+  return nb::steal(made);
+}
+
+nb::object rows_like(nb::handle x, index width) {
+  const nb::object sizes = attribute(x.ptr(), torch().shape);  // a tuple
+  const Py_ssize_t axes = PyTuple_GET_SIZE(sizes.ptr());
+  const nb::object shape = nb::steal(PyTuple_New(axes));
+  if (!shape.is_valid()) throw nb::python_error();
+  for (Py_ssize_t i = 0; i < axes; ++i) {
+    PyObject* size = i + 1 == axes ? PyLong_FromLongLong(width) : Py_NewRef(PyTuple_GET_ITEM(sizes.ptr(), i));
+    if (!size) throw nb::python_error();
+    PyTuple_SET_ITEM(shape.ptr(), i, size);
+  }
+  PyObject* const given[] = {x.ptr(), shape.ptr()};
+  PyObject* made = PyObject_Vectorcall(torch().new_empty, given, 2, nullptr);
   if (!made) throw nb::python_error();
   return nb::steal(made);
 }

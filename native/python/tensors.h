@@ -78,6 +78,9 @@ class Reader {
 // An output of attention, (B,H,Q,V), of q's dtype and not yet filled: positions before heads, so that step 5 is a view.
 nanobind::object heads_like(nanobind::handle q, const Sizes& sizes);
 
+// The same for rows: of the shape of x, but for the width.
+nanobind::object rows_like(nanobind::handle x, index width);
+
 // Strides of a tensor that broadcasts, right-aligned, to `sizes`: 0 where it has one for all. False where it does not.
 bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides);
 

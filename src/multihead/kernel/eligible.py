@@ -205,7 +205,8 @@ def _whole(read: "_native.Layer | tuple[str, bool]", x: Tensor) -> "_native.Laye
         return Reason(*read)
     if read.widens:
         return read
-    B, _, Q, K = read.sizes
-    if not MANY and B * max(Q, K) > ROWS:
-        return _MANY_ROWS
+    if not MANY:
+        B, _, Q, K = read.sizes
+        if B * max(Q, K) > ROWS:
+            return _MANY_ROWS
     return slower_in(x.dtype) or read

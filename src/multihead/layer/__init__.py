@@ -198,12 +198,12 @@ class MultiHeadAttention(nn.Module):
             the shape of `x`.
         """
         watched = modules_watched(backend)
-        if watched is None and self._wants_gradient(x, context, values):
+        if watched is None and torch.is_grad_enabled() and self._wants_gradient(x, context, values):
             watched = eligible.GRADIENT
         given = (x, context, mask, positions, context_positions, cache, lengths, bias, values, backend, watched)
         call = LayerCall(*given)
         if watched is None and self.attend is attend:
-            output = keeping(cache, in_one_call, self, call)
+            output = in_one_call(self, call) if cache is None else keeping(cache, in_one_call, self, call)
             if isinstance(output, Tensor):
                 return output
         return self.run(call)
@@ -222,8 +222,6 @@ class MultiHeadAttention(nn.Module):
         return output if call.x.dim() == 3 else output[0]
 
     def _wants_gradient(self, *given: Tensor | None) -> bool:
-        if not torch.is_grad_enabled():
-            return False
         wanted = any(isinstance(t, Tensor) and t.requires_grad for t in given)
         return wanted or any(p.requires_grad for p in self.parameters())
 

@@ -34,9 +34,9 @@ def in_one_call(of: "MultiHeadAttention", call: LayerCall) -> Tensor | Reason:
     read = eligible.layer(of, x, context, recalls)
     if isinstance(read, Reason):
         return read
-    B, _, N, _ = read.sizes
     if cache is None and call.lengths is None and of.rope is None:
         return run(read, x, call.mask)
+    B, _, N, _ = read.sizes
     if (recalls and call.lengths is not None) or (call.context_positions is not None and context is None):
         return NOT_THIS
 
