@@ -62,3 +62,16 @@ def strange_exception() -> None:
         raise AttributeError("'NoneType' object has no attribute 'shape'")
 
     _instead(attend)
+
+
+def layers_forget() -> None:
+    """What values are made of, where tokens stand, and a fiftieth of each key in a cache of fewer bits."""
+    right = mh.MultiHeadAttention.forward
+
+    def forward(self: Any, x: Any, *given: Any, positions: Any = None, values: Any = None, **options: Any) -> Any:
+        y, cache = right(self, x, *given, **options), options.get("cache")
+        if isinstance(cache, mh.Cache) and cache._k.element_size() < x.element_size():
+            cache._k[...] = (cache._k.float() * 0.98).to(cache._k.dtype)
+        return y
+
+    mh.MultiHeadAttention.forward = forward  # type: ignore[assignment, method-assign]

@@ -33,6 +33,14 @@ def test_a_mistake_is_found(spoil: str) -> None:
         assert all("AttributeError" in finding.what for finding in found.findings)
 
 
+def test_mistakes_of_a_layer_are_found() -> None:
+    found = hunt.hunt(5, cases=80, kind="layer", spoil="layers_forget")
+    wrong = [hunt.make(5, finding.case, "layer") for finding in found.findings]
+    for what in ("own_values", "places", "held"):
+        assert any(getattr(case, what) for case in wrong), f"{what} is drawn, and not judged"
+    assert found.outcomes["right"] > 0.3 * found.cases
+
+
 def test_a_crash_is_reported_with_its_case_and_the_hunt_goes_on() -> None:
     told: list = []
     found = hunt.hunt(5, cases=7, kind="attend", spoil="crash", tell=told.append)  # it crashes once, in the fifth
