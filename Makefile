@@ -54,11 +54,12 @@ sanitize: $(VENV)/installed-dev
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 MULTIHEAD_NATIVE=$$(echo $(abspath $(CHECKED))/_native*.so) \
 	  $(BIN)/python -m pytest tests/native --numprocesses auto --dist worksteal $(ARGS)
 
-# The module by every compiler that it is meant for and that is here, each warning an error.
-COMPILERS ?= g++-11 g++-12 g++-13 g++-14 clang++-14 clang++-16 clang++-18 clang++-19
+# The module by every compiler that it is meant for and that is here, each warning an error; one that COMPILERS=… names must
+# be here. Debian: apt-get install g++-11 g++-12 clang-14 clang-16 clang-19 libomp-19-dev
+COMPILERS = g++-11 g++-12 g++-13 g++-14 clang++-14 clang++-16 clang++-18 clang++-19
 compilers: $(VENV)/installed-dev
 	@for compiler in $(COMPILERS); do \
-	  command -v $$compiler >/dev/null || { echo "$$compiler: not here, not tested"; continue; }; \
+	  command -v $$compiler >/dev/null || { echo "$$compiler: not here, not tested"; $(if $(filter file,$(origin COMPILERS)),continue,exit 1); }; \
 	  echo "$$compiler: $$($$compiler -dumpversion)"; \
 	  $(BIN)/cmake -S . -B build/compilers/$$compiler -G Ninja -Wno-dev --log-level=WARNING -DMULTIHEAD_CORE=ON \
 	    -DCMAKE_CXX_COMPILER=$$compiler -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
