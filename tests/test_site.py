@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -55,6 +57,37 @@ def test_every_page_is_in_the_navigation() -> None:
         assert page.relative_to(ROOT).as_posix() in nav, page
 
 
+class Links(HTMLParser):
+    """What a page links to or loads, and what in it can be linked to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+def dead_links(site: Path) -> list[tuple[str, str]]:
+    pages = {page: Links(page) for page in site.rglob("*.html") if page.name not in ("live.html", "404.html")}
+    dead = []
+    for page, found in pages.items():
+        for link in found.links:
+            to = urlsplit(link)
+            target = (page.parent / unquote(to.path)).resolve() if to.path else page
+            target = target / "index.html" if target.is_dir() else target
+            anchors = pages[target].anchors if target in pages else {to.fragment}
+            if not to.scheme and (not target.is_file() or (to.fragment and unquote(to.fragment) not in anchors)):
+                dead.append((page.relative_to(site).as_posix(), link))
+    return dead
+
+
 def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
@@ -65,4 +98,5 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\">\s]+)", page.read_text())
         assert not loaded, (page.name, loaded)
+    assert not dead_links(tmp_path)
     assert (tmp_path / "docs" / "live.html").stat().st_size > 1e6

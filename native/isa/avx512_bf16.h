@@ -12,10 +12,10 @@ struct Bf16Pairs {
   using A = Avx512;
   using Half = std::uint16_t;
   using Item = std::uint32_t;  // two numbers, the first in the lower half
-  using Vector = __m512bh;
+  using Vector = __m512i;      // not __m512bh: clang has it as numbers, and loses them where it does not optimise
   using F = A::F;
 
-  static Vector load(const Item* p) { return (Vector)_mm512_loadu_si512(p); }
+  static Vector load(const Item* p) { return _mm512_loadu_si512(p); }
   static Vector all(const Item* p) {  // rows of halves need not lie at multiples of four bytes
     int x;
     std::memcpy(&x, p, sizeof x);
@@ -23,9 +23,9 @@ struct Bf16Pairs {
 #if defined(__clang__) && __clang_major__ == 16
     asm("" : "+v"(pairs));  // clang 16 dies of a vector of bfloat16 that it knows to repeat one number
 #endif
-    return (Vector)pairs;
+    return pairs;
   }
-  static F multiply_add(Vector x, Vector y, F sum) { return _mm512_dpbf16_ps(sum, x, y); }
+  static F multiply_add(Vector x, Vector y, F sum) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
 
   // Two vectors of floats, rounded to nearest even, as pairs.
   static void store_pairs(F first, F second, Item* to) {
@@ -63,24 +63,24 @@ struct Bf16Pairs {
   static constexpr int step = 2 * A::W, together = 2;
   static constexpr bool in_twos = true;
 
-  static Vector load(const Number* p) { return (Vector)_mm512_loadu_si512(p); }
-  static Vector load_some(const Number* p, int n) { return (Vector)_mm512_maskz_loadu_epi16((1u << n) - 1u, p); }
+  static Vector load(const Number* p) { return _mm512_loadu_si512(p); }
+  static Vector load_some(const Number* p, int n) { return _mm512_maskz_loadu_epi16((1u << n) - 1u, p); }
   static Vector load_kept(const Kept* p) { return load(p); }
   static Vector values(const Number* p, index stride, bool two, int n) {
     const __mmask16 some = static_cast<__mmask16>((1u << n) - 1u);
     const __m512i low = widened(some, p), high = two ? widened(some, p + stride) : _mm512_setzero_si512();
-    return (Vector)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
   }
   // Of twice as many columns: whole vectors, and a permutation for each instead of four instructions.
   static void values_of_two(const Number* p, index stride, bool two, Vector& left, Vector& right) {
     const __m512i low = _mm512_loadu_si512(p), high = two ? _mm512_loadu_si512(p + stride) : _mm512_setzero_si512();
-    left = (Vector)_mm512_permutex2var_epi16(low, columns_to_pairs(0), high);
-    right = (Vector)_mm512_permutex2var_epi16(low, columns_to_pairs(16), high);
+    left = _mm512_permutex2var_epi16(low, columns_to_pairs(0), high);
+    right = _mm512_permutex2var_epi16(low, columns_to_pairs(16), high);
   }
   static Vector cleaned(Vector x) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    const __mmask32 finite = _mm512_cmpneq_epi16_mask(_mm512_and_si512((__m512i)x, exponent), exponent);
-    return (Vector)_mm512_maskz_mov_epi16(finite, (__m512i)x);
+    const __mmask32 finite = _mm512_cmpneq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
+    return _mm512_maskz_mov_epi16(finite, x);
   }
   static Vector weight(const Kept* p) { return all(reinterpret_cast<const Item*>(p)); }
   static void keep(const float* from, index count, Kept* to) {

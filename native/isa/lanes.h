@@ -117,13 +117,23 @@ struct Lanes {
   static F sums(F (&r)[W]) { return folded<1>(r, std::make_integer_sequence<int, W>()); }
 
  private:
+  // Lanes J of a and b, those of b counted from W on.
+  template <int... J>
+  static F shuffled(F a, F b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, J...);
+#else
+    return __builtin_shuffle(a, b, I{J...});
+#endif
+  }
+
   template <int S, int... J>
   static F folded(F* r, std::integer_sequence<int, J...> lanes) {
     if constexpr (S < W) {
 #pragma GCC unroll 16
       for (int i = 0; i < W / S; i += 2)
-        r[i / 2] = __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J : J)...) +  // every lane stays: a blend
-                   __builtin_shufflevector(r[i], r[i + 1], ((J & S) ? W + J - S : J + S)...);
+        r[i / 2] = shuffled<((J & S) ? W + J : J)...>(r[i], r[i + 1]) +  // every lane stays: a blend
+                   shuffled<((J & S) ? W + J - S : J + S)...>(r[i], r[i + 1]);
       return folded<2 * S>(r, lanes);
     } else {
       return r[0];
@@ -137,8 +147,8 @@ struct Lanes {
       for (int i = 0; i < W; ++i) {
         if (i & S) continue;
         const F a = r[i], b = r[i + S];
-        r[i] = __builtin_shufflevector(a, b, ((J & S) ? W + J - S : J)...);
-        r[i + S] = __builtin_shufflevector(a, b, ((J & S) ? W + J : J + S)...);
+        r[i] = shuffled<((J & S) ? W + J - S : J)...>(a, b);
+        r[i + S] = shuffled<((J & S) ? W + J : J + S)...>(a, b);
       }
       exchange<2 * S>(r, lanes);
     }
