@@ -160,6 +160,23 @@ def test_a_block_that_fails_changes_nothing_and_its_error_is_its_own(tmp_path: P
     assert os.listdir(tmp_path) == ["note.txt"]
 
 
+def test_a_training_that_could_not_be_saved_does_not_begin(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    layer, steps = torch.nn.Linear(1, 1), []
+
+    def loss(generator: torch.Generator) -> torch.Tensor:
+        steps.append(1)
+        return layer(torch.ones(1, 1)).sum()
+
+    recipe = training.Recipe(steps=1, rows=1)
+    with pytest.raises(OSError, match=r"cannot write .*model.checkpoint: its path leads through a file"):
+        training.train(layer, loss, recipe, tmp_path / "file" / "model.checkpoint")
+    assert not steps
+    training.train(layer, loss, recipe, tmp_path / "there" / "model.checkpoint")
+    assert steps == [1]
+    assert os.listdir(tmp_path / "there") == ["model.checkpoint"]
+
+
 def test_folders(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder"):
         write_text(tmp_path, "text")

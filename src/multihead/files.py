@@ -19,6 +19,7 @@ WORDS = {
     errno.EACCES: "its folder may not be written to",
     errno.EPERM: "its folder may not be written to",
     errno.ENOTDIR: "its path leads through a file",
+    errno.EEXIST: "its path leads through a file",  # where a folder is to be made
 }
 
 
@@ -69,6 +70,16 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     """Replace a file by this text, in UTF-8."""
     with replacing(path) as beside:
         beside.write_text(text, encoding="utf-8", newline="\n")
+
+
+def require_writable(path: str | os.PathLike) -> None:
+    """Say what would keep a file from being written before hours are spent on what goes into it; nothing changes."""
+    with suppress(_Enough), replacing(path, make_folder=True):
+        raise _Enough
+
+
+class _Enough(Exception):
+    pass
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead.files import replacing
+from multihead.files import replacing, require_writable
 from multihead.sizes import require_int
 
 
@@ -98,6 +98,8 @@ def train(
     optimiser = _optimiser(model, recipe)
     path = None if checkpoint is None else Path(checkpoint)
     first = 0 if path is None or not path.exists() else _resume(path, model, optimiser, recipe)
+    if path is not None and first < recipe.steps:
+        require_writable(path)
     step, total, counted = first, 0.0, 0
     with _stop_requests() as stop:
         model.train()
