@@ -354,6 +354,17 @@ class TestTwoWaysToRead:
         with torch.no_grad():
             torch.testing.assert_close(layer(x), expected)
 
+    @pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "rope": True}, {"qk_norm": True, "sinks": True}], ids=str)
+    def test_the_layer_gives_the_same(self, in_c: bool, options: dict) -> None:
+        layer, x = mh.MultiHeadAttention(24, 6, **options).eval(), torch.randn(2, 5, 24)
+        cache = layer.new_cache(batch=2)
+        with torch.no_grad():
+            with mh.backend("reference"):
+                expected = layer(x, mask=mh.Causal())
+            torch.testing.assert_close(layer(x, mask=mh.Causal()), expected)
+            rows = [layer(row, mask=mh.Causal(), cache=cache) for row in x.split(1, dim=1)]
+        torch.testing.assert_close(torch.cat(rows, dim=1), expected)
+
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
     def test_what_cannot_be_read_is_said(self, in_c: bool) -> None:
         assert kernel.module is not None
