@@ -185,6 +185,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python $(SOURCES)
+	@echo 'installing into $(VENV), torch with it, and compiling the core: some minutes the first time'
 	$(PIP) --editable .
 	@touch $@
 
