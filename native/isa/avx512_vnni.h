@@ -1,4 +1,4 @@
-// AVX512-VNNI: VPDPBUSD adds four products of an unsigned and a signed byte to a whole number of 32 bits, 64 products
+// AVX512-VNNI: VPDPBUSD adds four products of an unsigned and a signed byte to an integer of 32 bits, 64 products
 // an instruction, and rounds nothing.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Attention of a few query rows to keys and values of a byte (a cache of int8), where an instruction sums products of
-// bytes in whole numbers. A row of q, and a row's weights of a tile, become whole numbers of three digits of a byte, by
+// bytes in integers. A row of q, and a row's weights of a tile, become integers of three digits of a byte, by
 // a scale of the row's own: off by at most 2^-22 of the row's largest number, half a unit and the roundings of the
 // scale, where a number of a key of int8 is off by up to 1/254 of its own largest. The sums of products are exact then.
 #pragma once
