@@ -67,6 +67,8 @@ def test_a_query_that_sees_nothing(masks: dict, need_weights: bool, mode: str) -
     assert 0 < dead.sum() < N * L
     assert_close(output[dead], module.out_proj.bias.expand_as(output[dead]))
     assert output.isfinite().all()
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)(x, context, context, need_weights=need_weights, **masks)[0]
+    assert (theirs[dead].isnan() if need_weights else theirs[dead] == 0).all()  # its out_proj.bias starts at 0
     if need_weights:
         assert (weights[dead] == 0).all()
         assert_close(weights[~dead].sum(-1), torch.ones_like(weights[~dead].sum(-1)))
@@ -111,6 +113,13 @@ def test_is_causal_is_never_more_than_the_mask(need_weights: bool) -> None:
     mask = torch.rand(L, L) < 0.4
     hinted = module(x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights)[0]
     assert torch.equal(hinted, module(x, x, x, attn_mask=mask, need_weights=need_weights)[0])
+    theirs, mask[:, 0] = nn.MultiheadAttention(E, H, batch_first=True), False
+    padding = torch.zeros(N, L, dtype=torch.bool)
+    for more, dropped in (({}, not need_weights), ({"key_padding_mask": padding}, False)):
+        one, two = (
+            theirs(x, x, x, attn_mask=mask, is_causal=c, need_weights=need_weights, **more) for c in (False, True)
+        )
+        assert torch.allclose(one[0], two[0], atol=1e-6) == (not dropped)
 
 
 @pytest.mark.parametrize("shape", [(N, H, L, S), (N, 1, L, S), (1, H, 1, S), (1, 1, L, 1), (N, 1, 1, 1)])
@@ -133,10 +142,18 @@ def test_masks_of_mixed_types() -> None:
     assert_close(module(x, context, context, padding, attn_mask=mask.double()), expected)
     with pytest.warns(UserWarning, match="mismatched"):
         nn.MultiheadAttention(E, H, batch_first=True)(x, context, context, padding, attn_mask=mask)
+    with pytest.raises(RuntimeError, match="dtype"):
+        nn.MultiheadAttention(E, H, batch_first=True)(x, context, context, attn_mask=mask.double())
 
 
 def test_weights_change_nothing() -> None:
     module, x = make(), torch.randn(N, L, E)
+    with torch.no_grad():  # where the kernel may give them itself
+        outputs = [
+            module(x, x, x, **given)[0] for given in ({}, {"average_attn_weights": False}, {"need_weights": False})
+        ]
+    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[1], outputs[2])
     seen = []
     real = ours.attend
 
@@ -294,6 +311,10 @@ def test_nested_tensors(batch_first: bool, is_causal: bool, layout: torch.layout
         module(nested, other, nested)
     with pytest.raises(ValueError, match="key is not nested and 3-D: expected query, key and value to be nested"):
         module(nested, torch.randn(2, L, E), nested)
+    theirs = nn.MultiheadAttention(E, 2, batch_first=True)
+    for training in (True, False) if layout == torch.jagged else (True,):
+        with torch.no_grad(), pytest.raises(AssertionError, match="does not support NestedTensor outside"):
+            theirs.train(training)(nested, nested, nested)
     if layout == torch.jagged:
         assert (nested + module(nested, nested, nested)[0]).is_nested, "the rows are those of the query"
 
@@ -320,17 +341,31 @@ ERRORS: list[tuple[dict, type, str]] = [
 def test_errors_name_the_argument(change: dict, kind: type[Exception], message: str) -> None:
     good = {"query": torch.randn(N, L, E), "key": torch.randn(N, S, E), "value": torch.randn(N, S, E)}
     make()(**good)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as refused:
         make()(**good | change)
+    a_shape = kind is ValueError and "the weights are" not in message
+    assert isinstance(refused.value, AssertionError) == a_shape
 
 
 def test_second_derivatives() -> None:
-    module = make().double()
     x = torch.randn(1, 3, E, dtype=torch.float64, requires_grad=True)
-    with mh.backend("reference"):
-        (first,) = torch.autograd.grad(module(x, x, x)[0].square().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x)
-    assert second.abs().max() > 0
+
+    def second(module: nn.Module, need_weights: bool) -> Tensor:
+        output = module(x, x, x, need_weights=need_weights)[0]
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    theirs, module = nn.MultiheadAttention(E, H, batch_first=True).double(), make().double()
+    module.load_state_dict(theirs.state_dict())
+    expected = second(theirs, True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        second(theirs, False)
+    for name in ("native", "reference"):
+        with mh.backend(name):
+            assert_close(second(module, True), expected)
+            assert_close(second(module, False), expected)
+    with mh.backend("sdpa"), pytest.raises(RuntimeError, match=r"no second derivative: .* name 'reference'"):
+        second(module, False)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

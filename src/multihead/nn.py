@@ -323,7 +323,10 @@ def _four_axes(name: str, t: Tensor, sizes: tuple[int, int, int, int], batched: 
         wrong = "" if t.dim() == axes else f"expected `key_padding_mask` to be `None` or {axes}-D {found}: "
         raise ShapeError(f"{wrong}key_padding_mask has shape {shape}: expected {right}")
     if t.dim() == 4:
-        check_broadcast(name, t, (B, H, L, S), "(N,H,L,S)")
+        try:
+            check_broadcast(name, t, (B, H, L, S), "(N,H,L,S)")
+        except ValueError as error:
+            raise ShapeError(error) from None
         return t
     if shape == (L, S):
         return t.view(1, 1, L, S)
