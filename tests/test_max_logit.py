@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import multihead as mh
+from multihead.attention import largest
 
 B, H, G, Q, K, D, V = 2, 6, 3, 5, 7, 8, 4
 
@@ -48,7 +49,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, given: dict[str, Any]) -> torch.Tens
     return scores.amax((-2, -1))
 
 
-@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "flex", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("why", "given"), CASES, ids=[case[0] for case in CASES])
 def test_every_backend_gives_it(why: str, given: dict, dtype: torch.dtype, backend: str) -> None:
@@ -88,6 +89,16 @@ def test_a_visible_nan_shows_and_a_hidden_one_does_not(backend: str) -> None:
     assert top.isnan().tolist() == [[False, True]]
     top = mh.attend(q, k, v, mask=mh.Padding([Q - 1]), backend=backend, return_max_logit=True)[1]
     assert not top.isnan().any()
+
+
+@pytest.mark.parametrize(("why", "given"), CASES, ids=[case[0] for case in CASES])
+def test_a_lens_adds_up_blocks_of_queries(why: str, given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "AT_ONCE", 2 * B * H * K)  # two queries at once, then one
+    q, k = 3 * torch.randn(B, H, Q, D), torch.randn(B, G, K, D)
+    q[:, :, -1] *= 10  # the largest is in the last block, or would be
+    assert_close(mh.look(q, k, **given).max_logit().double(), exact(q, k, given), rtol=1e-5, atol=1e-5)
+    columns = given | {"bias": torch.linspace(-9, 9, K)}  # one for each key, the same in every block
+    assert_close(mh.look(q, k, **columns).max_logit().double(), exact(q, k, columns), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0), (1, 300), (300, 1)])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import multihead as mh
 from multihead.positions import LinearScaling
@@ -55,3 +56,15 @@ def test_any_softcap(softcap, cause):
     layer = layer_of(E, H, softcap=softcap)
     product = lambda q, k: math.sqrt(D) * 4.5 * torch.tanh(q @ k.mT / (math.sqrt(D) * 4.5))  # noqa: E731
     named(lambda x: attention(layer, x, product=product), layer, torch.randn(2, 6, E), f"softcap {cause} (4.5)", 3)
+
+
+@pytest.mark.wrong
+def test_any_eps_of_the_norm_of_q_and_k():
+    layer, eps = layer_of(E, H, qk_norm=True), 0.02
+
+    def normed(norm):
+        return lambda t: nn.functional.rms_norm(t, (D,), norm.weight, eps=eps)
+
+    candidate = lambda x: attention(layer, x, q=normed(layer.q_norm), k=normed(layer.k_norm))  # noqa: E731
+    report = named(candidate, layer, torch.randn(2, 6, E), f"QK-norm with another eps ({eps})", 2)
+    assert report.sure.startswith("certain")
