@@ -1,6 +1,5 @@
 """Mistakes that were once unknown: each planted, each named first, with its step."""
 
-import copy
 import math
 import re
 
@@ -35,19 +34,6 @@ def named(candidate, layer, x, cause, step, **options):
     assert report.explanation
     assert report.fix
     return report
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_scores(half):
-    layer = layer_of(E, H)
-
-    def product(q, k):
-        return (q.to(half) @ k.to(half).transpose(-2, -1)).to(q.dtype)
-
-    name = str(half).removeprefix("torch.")
-    candidate = lambda x: attention(layer, x, product=product)  # noqa: E731
-    named(candidate, layer, torch.randn(2, 5, E), f"half-precision scores ({name})", 3)
 
 
 TURNED = [
@@ -261,18 +247,6 @@ def test_written_by_a_stranger(cause, wrong):
 
 
 @pytest.mark.wrong
-def test_a_half_precision_product_of_weights_as_they_are_made():
-    """In float16 one number rounded up instead of down is much of the departure."""
-    torch.manual_seed(0)
-    x, layer = torch.randn(2, 6, E), mh.MultiHeadAttention(E, H)
-
-    def product(q, k):
-        return (q.half() @ k.half().mT).float()
-
-    named(lambda x: attention(layer, x, product=product), layer, x, "half-precision scores (float16)", 3)
-
-
-@pytest.mark.wrong
 @pytest.mark.parametrize("eps", [1e-6, 1e-12, None])
 def test_a_norm_inside_with_another_eps(eps):
     layer = layer_of(E, H)
@@ -303,170 +277,6 @@ def test_grouped_heads_shared_in_another_way(cause, k_of, v_of):
         return layer.o_proj(heads.transpose(1, 2).flatten(2))
 
     named(candidate, layer, torch.randn(2, 6, E), cause, 3)
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_attention_in_half_precision(half):
-    layer = layer_of(E, H)
-
-    def core(q, k, v):
-        q, k, v = (t.to(half) for t in (q, k, v))
-        return ((q @ k.mT / math.sqrt(D)).softmax(-1) @ v).float()
-
-    cause = f"attention in half precision ({str(half).removeprefix('torch.')})"
-    named(core, layer, torch.randn(2, 6, E), cause, 3)
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("mask", [None, mh.Causal()], ids=str)
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_a_fused_kernel_in_half_precision(half, mask):
-    layer = layer_of(64, H)
-
-    def core(q, k, v):
-        fused = nn.functional.scaled_dot_product_attention
-        return fused(q.to(half), k.to(half), v.to(half), is_causal=mask is not None).float()
-
-    cause = f"attention in half precision ({str(half).removeprefix('torch.')})"
-    named(core, layer, torch.randn(2, 9, 64), cause, 3, mask=mask)
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("loud", [100, 800])
-def test_a_float16_product_that_overflows_in_a_float32_layer(whole, loud):
-    """What is finite is rounded as well: NaN in the same places says it."""
-    torch.manual_seed(0)
-    x, layer = torch.randn(2, 6, E), mh.MultiHeadAttention(E, H)
-
-    def core(q, k, v):
-        scores = q.half() @ k.half().mT
-        return (
-            ((scores / math.sqrt(D)).softmax(-1) @ v.half()).float()
-            if whole
-            else (scores.float() / D**0.5).softmax(-1) @ v
-        )
-
-    report = named(core, layer, loud * x, "scores overflow before the scale", 3)
-    assert "and float16 ends at 65,504" in report.where[0]
-
-
-def steps_of(layer, half, fused):
-    """The layer's steps in half precision, as a module of one's own has them."""
-    projections = [copy.deepcopy(p).to(half) for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)]
-
-    def candidate(x):
-        q, k, v = (p(x.to(half)).unflatten(-1, (H, -1)).transpose(1, 2) for p in projections[:3])
-        if fused:
-            heads = nn.functional.scaled_dot_product_attention(q, k, v)
-        else:
-            heads = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
-        return projections[3](heads.transpose(1, 2).flatten(2)).to(x.dtype)
-
-    return candidate
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("how", ["step by step", "fused", "a layer"])
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_the_whole_layer_in_half_precision(half, how):
-    layer = layer_of(E, H)
-    theirs = copy.deepcopy(layer).to(half)
-    candidate = (
-        (lambda x: theirs(x.to(half)).to(x.dtype)) if how == "a layer" else steps_of(layer, half, how == "fused")
-    )
-    cause = f"the whole layer in half precision ({str(half).removeprefix('torch.')})"
-    report = named(candidate, layer, torch.randn(2, 6, E), cause, 1)
-    assert "rounding every step" in report.sure
-
-
-def test_a_layer_in_half_precision_is_healthy_where_nothing_else_was_asked_for():
-    half = layer_of(E, H).bfloat16()
-    assert mh.diagnose(half, None, torch.randn(2, 6, E).bfloat16(), heads=H).verdict == "healthy"
-
-
-HALF_AND = {
-    "scale missing + half-precision scores (bfloat16)": {"product": lambda q, k: ROOT * half_product(q, k)},
-    "scale by √E instead of √D + half-precision scores (bfloat16)": {"product": lambda q, k: half_product(q, k) / 2},
-    "scale missing + half-precision softmax (bfloat16)": {
-        "softmax": lambda s: (ROOT * s).bfloat16().softmax(-1).to(s.dtype)
-    },
-    "k used as v + half-precision scores (bfloat16)": {"product": lambda q, k: half_product(q, k), "v_is_k": True},
-}
-ROOT = math.sqrt(D)
-
-
-def half_product(q, k):
-    return (q.bfloat16() @ k.bfloat16().mT).to(q.dtype)
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("causes", HALF_AND)
-def test_half_precision_beside_another_mistake(causes):
-    layer = layer_of(E, H)
-    changed = dict(HALF_AND[causes])
-    used = copy.copy(layer)
-    if changed.pop("v_is_k", False):
-        used = copy.deepcopy(layer)
-        used.v_proj = layer.k_proj
-    report = mh.diagnose(lambda x: attention(used, x, **changed), layer, torch.randn(2, 6, E))
-    assert report.verdict == "diagnosed", report
-    assert {cause.cause for cause in report.causes} == set(causes.split(" + ")), report
-    assert report.sure.startswith("likely: rounding")
-    assert "the numbers that the other mistake gives" in report.sure
-
-
-# A norm of q and k ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("of", ["q and k", "q alone", "k alone"])
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_a_norm_of_q_and_k_where_the_reference_has_none(kind, of):
-    layer = layer_of(E, H)
-    norm = {"RMSNorm": nn.functional.rms_norm, "LayerNorm": nn.functional.layer_norm}[kind]
-    changed = {name: lambda t: norm(t, (D,)) for name in "qk" if name in of.split()}
-    cause = f"QK-norm where the reference has none ({kind} on {of})"
-    named(lambda x: attention(layer, x, **changed), layer, torch.randn(2, 6, E), cause, 2)
-
-
-class NormedHeads(nn.Module):
-    def __init__(self, layer, kind, rope=None, late=False):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
-        self.q_norm, self.k_norm = kind(D), kind(D)
-        self.rope, self.late = rope, late
-        with torch.no_grad():
-            for p in (*self.q_norm.parameters(), *self.k_norm.parameters()):
-                p.add_(0.3 * torch.randn(D))
-
-    def forward(self, x):
-        def ready(norm):
-            turn = lambda t: t if self.rope is None else self.rope.rotate(t, torch.arange(t.shape[2]))  # noqa: E731
-            return (lambda t: norm(turn(t))) if self.late else (lambda t: turn(norm(t)))
-
-        return attention(self, x, q=ready(self.q_norm), k=ready(self.k_norm))
-
-
-@pytest.mark.wrong
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_a_norm_of_q_and_k_with_weights_of_its_own(kind, late):
-    layer = layer_of(E, H, rope=True)
-    cause = f"QK-norm where the reference has none ({kind.__name__} on q and k{', after RoPE' if late else ''})"
-    named(NormedHeads(layer, kind, layer.rope, late), layer, torch.randn(2, 6, E), cause, 2)
-
-
-@pytest.mark.wrong
-def test_a_norm_of_q_and_k_that_is_centred():
-    """As timm's, which are LayerNorms unless told otherwise."""
-    candidate = NormedHeads(layer_of(E, H), nn.LayerNorm)
-    report = mh.diagnose(candidate, None, torch.randn(2, 6, E), heads=H)
-    assert report.cause == "QK-norm centred (LayerNorm) instead of RMSNorm", report
-    assert (
-        mh.diagnose(NormedHeads(layer_of(E, H), nn.RMSNorm), None, torch.randn(2, 6, E), heads=H).verdict == "healthy"
-    )
 
 
 @pytest.mark.wrong

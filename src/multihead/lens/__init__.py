@@ -100,8 +100,8 @@ class Lens:
     a list or a tensor of integers; negative ones count from the end. A hidden weight is 0. Results are float32, or
     float64 for float64.
 
-    `rows`, `columns` and `weights` are differentiable. The others are computed tile by tile and forget the tiles, so
-    their results refuse `backward`, in words, where q or k ask for a gradient.
+    `rows`, `columns` and `weights` are differentiable; `max_logit` and `why` have no gradient. The others are computed
+    tile by tile and forget the tiles, so their results refuse `backward`, in words, where q or k ask for a gradient.
     """
 
     def __init__(self, call: Call, lse: Tensor | None = None) -> None:
@@ -151,7 +151,10 @@ class Lens:
         return self._refuse_gradient("lse", lse)
 
     def max_logit(self) -> Tensor:
-        """The largest score of each head, (B,H), after scale, softcap, bias and mask: −inf where nothing is seen."""
+        """The largest score of each head, (B,H), after scale, softcap, bias and mask: −inf where nothing is seen.
+
+        The sink does not count, and it has no gradient; `attend(…, return_max_logit=True)` gives it with the output.
+        """
         with without_autocast(self.device):
             return largest.of_scores(self._call)
 
