@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -20,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import multihead as mh
+import multihead.hf
 import multihead.nn
 from multihead import kernel
 from multihead.attention import named
+from multihead.hf.interface import attention
 from multihead.kernel import eligible, linear
 
 pytestmark = pytest.mark.skipif(kernel.module is None, reason=f"the native module is {kernel.missing}")
@@ -108,7 +111,15 @@ def looked(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
     return torch.cat([lens.entropy()[..., None], lens.rows(None), lens.map(Q, 3)], -1)
 
 
-ENTRIES = {"attend": attended, "look": looked}
+def called_by_a_model(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
+    """As transformers' models call attention, on the way that most of them take."""
+    allowed = mask if isinstance(mask, Tensor) else mask.dense(Q, K, torch.device("cpu"))[None, None]
+    tensors = given["q"], given["k"], given["v"], allowed
+    heads, _ = attention(nn.Identity().eval(), *tensors, s_aux=given["sinks"], position_bias=given["bias"])
+    return heads
+
+
+ENTRIES = {"attend": attended, "look": looked, "hf": called_by_a_model}
 
 
 def plain(t: Tensor) -> Tensor:
@@ -152,6 +163,15 @@ class TestTensors:
             with pytest.raises((ValueError, RuntimeError), match=r"storage|allocated|bound"):
                 ENTRIES[entry](given(), WRONG[change](allowed))
 
+    @pytest.mark.parametrize("change", [*RIGHT, *WRONG])
+    def test_a_models_mask_of_floats(self, change: str) -> None:
+        t, added = given(), torch.randn(B, 1, Q, K)
+        self.judge(
+            change,
+            lambda: attention(nn.Identity().eval(), t["q"], t["k"], t["v"], (RIGHT | WRONG)[change](added)),
+            attention(nn.Identity().eval(), t["q"], t["k"], t["v"], added),
+        )
+
     def test_empty_and_strided(self) -> None:
         q, empty = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 0, 8)[..., ::2]
         assert not mh.attend(q, empty, empty).any()
@@ -178,15 +198,71 @@ class TestTensors:
         if name == "x":
             x = (RIGHT | WRONG)[change](x)
         else:
-            owner, _, leaf = name.rpartition(".")
-            module = layer.get_submodule(owner)
-            changed = (RIGHT | WRONG)[change](getattr(module, leaf).data)
-            module._parameters[leaf] = changed
+            replace(layer, name, (RIGHT | WRONG)[change])
+        self.judge(change, lambda: layer(x), (expected,))
+
+    @pytest.mark.parametrize("change", [*RIGHT, *WRONG])
+    @pytest.mark.parametrize("need_weights", [False, True])
+    @pytest.mark.parametrize(
+        "name",
+        ["query", "key", "value", "attn_mask", "key_padding_mask", "q_proj_weight", "in_proj_bias", "out_proj.weight"],
+    )
+    def test_torchs_layer(self, name: str, need_weights: bool, change: str) -> None:
+        torch.manual_seed(2)
+        layer = mh.nn.MultiheadAttention(24, 6, kdim=10, vdim=14, batch_first=True).requires_grad_(False).eval()
+        shapes = {
+            "query": (2, 5, 24),
+            "key": (2, 7, 10),
+            "value": (2, 7, 14),
+            "attn_mask": (5, 7),
+            "key_padding_mask": (2, 7),
+        }
+        tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
+        expected = layer(**tensors, need_weights=need_weights)
+        if name in tensors:
+            tensors[name] = (RIGHT | WRONG)[change](tensors[name])
+        else:
+            replace(layer, name, (RIGHT | WRONG)[change])
+        self.judge(change, lambda: layer(**tensors, need_weights=need_weights), expected)
+
+    @pytest.mark.parametrize("change", [*RIGHT, *WRONG])
+    @pytest.mark.parametrize(
+        "name",
+        ["x", "self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"],
+    )
+    def test_a_model_that_was_sped_up(self, name: str, change: str) -> None:
+        torch.manual_seed(2)
+        config = transformers.LlamaConfig(
+            vocab_size=8, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=6
+        )
+        model, x = transformers.LlamaModel(config).requires_grad_(False).eval(), torch.randn(2, 5, 24)
+        model.set_attn_implementation("multihead")
+        with mh.hf.speed_up(model) as report:
+            assert report.replaced
+            expected = (model(inputs_embeds=x, use_cache=False)[0],)
+            if name == "x":
+                x = (RIGHT | WRONG)[change](x)
+            else:
+                replace(model.layers[0], name, (RIGHT | WRONG)[change])
+            self.judge(change, lambda: model(inputs_embeds=x, use_cache=False)[0], expected)
+
+    def judge(self, change: str, call: Callable[[], Any], expected: tuple[Tensor | None, ...]) -> None:
         if change in WRONG:
             with pytest.raises((ValueError, RuntimeError), match=r"storage|allocated"):
-                layer(x)
-        else:
-            torch.testing.assert_close(plain(layer(x)), expected)
+                call()
+            return
+        found = call()
+        for a, b in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(plain(a), b)
+
+
+def replace(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """A parameter by what `change` makes of it, which need not be a parameter."""
+    owner, _, leaf = name.rpartition(".")
+    parameters = module.get_submodule(owner)._parameters
+    parameters[leaf] = change(parameters[leaf].data)  # type: ignore[union-attr, assignment]
 
 
 class Watching(TorchDispatchMode):

@@ -20,7 +20,7 @@ from multihead.call import Reason
 from multihead.kernel.linear import linear, project
 from multihead.lens import attend_with_weights, look
 from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
-from multihead.masks.intervals import Frame, Visible, inside_torch_func, readable
+from multihead.masks.intervals import Frame, Visible, inside_torch_func, readable, require_storage
 from multihead.sizes import describe
 
 AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
@@ -292,6 +292,7 @@ def read_masks(
     for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         if given is None:
             continue
+        require_storage(name, given)
         t = _four_axes(name, given, (B, H, L, S), batched=q.dim() == 3).to(q.device)
         hidden = _as_hidden(t)
         if hidden is None:

@@ -16,7 +16,7 @@ from multihead.attention import attend
 from multihead.hf.masks import IntervalMask
 from multihead.lens import Lens, attend_with_weights, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Window, check_broadcast, lower
-from multihead.masks.intervals import Frame, Ramp, Visible
+from multihead.masks.intervals import Frame, Ramp, Visible, require_storage
 
 NAME = "multihead"
 NEUTRAL = {  # says nothing about attention, or what the mask and the other arguments say too
@@ -74,6 +74,8 @@ def attention(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention: 'multihead' does not know what "
             "that does, and the result might be wrong; expected attn_implementation='eager' for this call"
         )
+    for name, given in (("attention_mask", attention_mask), ("position_bias", position_bias), ("s_aux", s_aux)):
+        require_storage(name, given)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible, bias = _visible(query, key, attention_mask, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
     if position_bias is not None:
