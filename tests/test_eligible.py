@@ -108,7 +108,14 @@ def attended(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
 
 def looked(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
     lens = mh.look(given["q"], given["k"], mask, bias=given["bias"], sinks=given["sinks"])
-    return torch.cat([lens.entropy()[..., None], lens.rows(None), lens.map(Q, 3)], -1)
+    found = lens.entropy(), lens.rows(None), lens.map(Q, 3), lens.received(), lens.top(2)[0], lens.weights()
+    return torch.cat([t.flatten() for t in found])
+
+
+def attended_with_more(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
+    more: dict[str, Any] = {"return_lse": True, "return_max_logit": True}
+    found = mh.attend(given["q"], given["k"], given["v"], mask, bias=given["bias"], sinks=given["sinks"], **more)
+    return torch.cat([t.flatten() for t in found])
 
 
 def called_by_a_model(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
@@ -119,7 +126,7 @@ def called_by_a_model(given: dict[str, Tensor], mask: Any = CAUSAL) -> Tensor:
     return heads
 
 
-ENTRIES = {"attend": attended, "look": looked, "hf": called_by_a_model}
+ENTRIES = {"attend": attended, "attend, all": attended_with_more, "look": looked, "hf": called_by_a_model}
 
 
 def plain(t: Tensor) -> Tensor:
@@ -307,6 +314,24 @@ class TestModes:
                 assert torch.equal(layer(x), expected)
                 for a, b in zip(theirs(x, x, x), expected_theirs):
                     assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("options", [{}, {"rope": True, "qk_norm": True}], ids=str)
+    def test_nor_in_training_and_decoding(self, options: dict) -> None:
+        layer, x = mh.MultiHeadAttention(24, 6, **options), torch.randn(1, 5, 24)
+
+        def answers() -> list[Tensor]:
+            layer.zero_grad()
+            layer(x, mask=CAUSAL).sum().backward()
+            cache = layer.new_cache(device=torch.device("cpu"))
+            with torch.no_grad():
+                rows = [layer(row, mask=CAUSAL, cache=cache) for row in x.split(2, 1)]
+            return [*rows, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+        expected = answers()
+        with torch.device("meta"):
+            found = answers()
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
 
     def test_a_default_device_leaves_calls_eligible(self) -> None:
         with torch.device("meta"):
