@@ -331,9 +331,9 @@ def test_the_core_knows_no_peers_and_the_children_no_torch(code, absent):
 
 
 def a_report(**changes):
-    fast = measure.summarise([([1.0, 1.0], [2.0, 2.0])] * 9, STEADY[:10])
-    slow = measure.summarise([([1.0, 1.0], [0.5, 0.5])] * 9, [1.0 + 0.1 * i for i in range(10)])
-    even = measure.summarise([([1.0, 1.0], [1.0, 1.0])] * 9, STEADY[:10])
+    fast = measure.summarise([([1.0, 1.0], [2.0, 2.0])] * 11, STEADY[:12])
+    slow = measure.summarise([([1.0, 1.0], [0.5, 0.5])] * 11, [1.0 + 0.1 * i for i in range(12)])
+    even = measure.summarise([([1.0, 1.0], [1.0, 1.0])] * 11, STEADY[:12])
     case = Attend(1, 2, 2, 11, 11, 3, Mask(documents=(2, 5, 4)), "a | b")
     peers = [runner.PeerResult(SDPA, "padded | to 5", fast), runner.PeerResult(PER_DOCUMENT, comparison=slow)]
     results = [
@@ -351,8 +351,8 @@ def test_markdown_is_one_whole_table_with_losses_refusals_and_notes():
     table = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {len(report.COLUMNS) + 1}
     assert len(table) == 2 + 3
-    assert "| 2.00 | 2.00 – 2.00 | 2.00 | 1 | faster, goal met | 9/9 |" in text
-    assert "slower, goal missed | 9/9 restless |" in text
+    assert "| 2.00 | 2.00 – 2.00 | 2.00 | 1 | faster, goal met | 11/11 |" in text
+    assert "slower, goal missed | 9/11 restless |" in text
     assert "refused" in text
     assert "off by 1" in text
     assert f"{PER_DOCUMENT}: restless clock" in text
@@ -364,7 +364,7 @@ def test_markdown_is_one_whole_table_with_losses_refusals_and_notes():
 def test_json_holds_every_ratio():
     whole = json.loads(report.as_json(a_report()))
     first, second = whole["results"]
-    assert first["peers"][0]["comparison"]["ratios"] == [2.0] * 9
+    assert first["peers"][0]["comparison"]["ratios"] == [2.0] * 11
     assert first["share_of_ceiling"] == pytest.approx(first["flops"] / 1e9, rel=0.5)
     assert second["share_of_ceiling"] is None
 

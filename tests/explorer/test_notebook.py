@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.explorer.browser import chromium, needs_browser  # noqa: F401
+from tests.test_notebooks import executed
 
 pytest.importorskip("anywidget", reason="no anywidget: the widget is not tested")
 nbformat = pytest.importorskip("nbformat", reason="no nbformat: notebooks are not tested")
@@ -35,8 +36,7 @@ def written(folder: Path) -> Any:
 
 
 def test_cells_end_in_widgets(tmp_path: Path) -> None:
-    nbclient = pytest.importorskip("nbclient", reason="no nbclient: notebooks are not run")
-    done = nbclient.NotebookClient(written(tmp_path), timeout=120, kernel_name="python3").execute()
+    done = executed(written(tmp_path))
     for cell in done.cells[1:4]:
         [output] = [o for o in cell.outputs if o.output_type == "execute_result"]
         assert WIDGET in output.data
