@@ -32,6 +32,14 @@ def _same_start_for_every_test() -> None:
         torch._dynamo.reset()  # what other tests have compiled does not count against this one
 
 
+WAIT = ("test_notebook.py", "test_packaging.py", "test_notebooks.py", "test_failures.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What mostly waits for other programs starts first, so that no process is left with it at the end."""
+    items.sort(key=lambda item: item.path.name not in WAIT)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many wrong implementations the doctor named, and how many of torch's own tests pass, of those that ran."""
     reports = [r for how in ("passed", "failed") for r in terminalreporter.stats.get(how, []) if r.when == "call"]
