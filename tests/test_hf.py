@@ -366,6 +366,24 @@ def test_gradients_equal_eager_with_padding_on_the_left() -> None:
         torch.testing.assert_close(gradient, found[1][name], msg=name)
 
 
+def test_the_last_padded_query_learns_by_itself_as_with_sdpa() -> None:
+    """Under the label shift it predicts the first real token: its attention is 0, and no other position is reached."""
+    found = []
+    for name in ("multihead", "sdpa"):
+        model, ids, real = llama(name), tokens(2, 9), padding(9, "left")
+        labels = torch.full_like(ids, -100)
+        labels[0, 4] = ids[0, 4]
+        x = model.get_input_embeddings()(ids.clamp(min=1)).detach().requires_grad_()
+        model(inputs_embeds=x, attention_mask=real, labels=labels).loss.backward()
+        assert (x.grad.abs().sum(-1) > 0).nonzero().tolist() == [[0, 3]]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in gradients.items():
+            if "layers" in name:
+                assert (gradient == 0).all() == any(part in name for part in ("self_attn", "input_layernorm")), name
+        found.append(gradients)
+    torch.testing.assert_close(*found)
+
+
 def test_gradient_checkpointing() -> None:
     model, ids = llama(), tokens(2, 9)
     model.train()

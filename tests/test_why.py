@@ -83,6 +83,10 @@ def test_what_cannot_be_split_by_source_says_less() -> None:
     why = layer.look(x[:, :1], mask=mh.Causal(), cache=cache).why(0, 3, 1)
     assert why.terms is None
     assert why.frequencies is not None
+    handle = layer.k_proj.register_forward_hook(lambda module, given, output: 2 * output)
+    assert layer.look(x).why(0, 3, 1).terms is None
+    handle.remove()
+    assert layer.look(x).why(0, 3, 1).terms is not None
     layer.q_proj = nn.Sequential(layer.q_proj)
     assert layer.look(x).why(0, 3, 1).terms is None
 

@@ -164,7 +164,10 @@ def in_terms_of(
 
 def _plain(layer: "MultiHeadAttention") -> bool:
     """Whether q and k are what the two matrices make, and nothing between changes them."""
-    return type(layer.q_proj) is nn.Linear and type(layer.k_proj) is nn.Linear and not layer.taps
+    return not layer.taps and all(
+        type(p) is nn.Linear and not (p._forward_hooks or p._forward_pre_hooks or "forward" in vars(p))
+        for p in (layer.q_proj, layer.k_proj)
+    )
 
 
 def _made(
