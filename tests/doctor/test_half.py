@@ -5,6 +5,7 @@ That a CPU sums in another order is no mistake: nothing here rests on its last b
 
 import copy
 import math
+import platform
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_attention_in_half_precision(half):
 def fused(q, k, v, is_causal=False):
     """As a fused kernel rounds: sums in float32, e raised and rounded to the dtype, divided at the end.
 
-    What torch's kernel gives depends on the CPU: where it has AVX2 alone, its float16 kernel approximates e.
+    Torch's kernel does so to the last bit on AVX-512. Where it runs on AVX2, its weights are off by one in the last place
+    here and there, in float16 (one in eleven) too often for the doctor to be sure.
     """
     half, (q, k, v) = q.dtype, (t.float() for t in (q, k, v))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -71,8 +73,10 @@ def fused(q, k, v, is_causal=False):
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("whose", ["written out", "torch's"])
 def test_a_fused_kernel_in_half_precision(half, mask, whose):
-    if whose == "torch's" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        pytest.skip("torch's fused kernel approximates e without AVX-512")
+    if whose == "torch's" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("how torch's fused kernel rounds is known on x86 alone")
+    if whose == "torch's" and half == torch.float16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        pytest.skip("torch's float16 kernel on AVX2 is off in the last place too often")
     layer = layer_of(64, H)
     kernel = fused if whose == "written out" else nn.functional.scaled_dot_product_attention
 
