@@ -20,7 +20,8 @@ from typing import Any
 
 KINDS = ("attend", "backward", "lens", "layer")
 REDRAWS = 16  # a case beyond the bound is judged by the mean of so many draws: few numbers, and luck decides in one
-SURELY = 128  # a mean that is beyond it by less than four times may be one lucky draw of plain's: so many decide
+SURELY = 128  # a mean narrowly beyond it, by less than NARROWLY times, may be one lucky draw of plain's: so many decide
+NARROWLY = 4
 LUCK = 0.01  # the part of all cases in which that may be needed
 PATIENCE = 120.0  # seconds that a case may take
 ROOT = Path(__file__).parents[2]
@@ -96,7 +97,7 @@ def judge(case: Any, seed: int, number: int) -> str:
         if all(judged.fine for judged in case.run(first)):
             return "right"
         verdict = mean_of(case, first, range(REDRAWS))
-        if any(most < found <= 4 * most for _, found, most in verdict):
+        if any(most < found <= NARROWLY * most for _, found, most in verdict):
             verdict = mean_of(case, first, range(SURELY))
     except Refused:
         return "refused"

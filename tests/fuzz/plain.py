@@ -150,11 +150,12 @@ def judge(what: str, found: Tensor, exact: np.ndarray, plain: Callable[[Product]
           judged: np.ndarray | None = None) -> Judged:  # fmt: skip
     """The error of `found`: at most twice that of `plain(order)` in the worst order, and one rounding.
 
-    Below the smallest normal number nothing is promised: weights of that size are 0 in the kernel.
+    Below the smallest normal number nothing is promised: weights of that size are 0 in the kernel. A row has up to about
+    a thousand of them (`Sizes.draw`), each times a number of about 1.
     """
     where = np.isfinite(exact) if judged is None else np.isfinite(exact) & np.broadcast_to(judged, exact.shape)
     own = torch.finfo(dtype).eps * float(np.abs(exact[where]).max(initial=0))
-    own += 1e3 * torch.finfo(torch.promote_types(dtype, torch.float32)).tiny  # weights below it may be 0
+    own += 1e3 * torch.finfo(torch.promote_types(dtype, torch.float32)).tiny
     verdict = Judged(what, error(what, numbers(found), exact, judged), 0.0)
     for order in ORDERS:
         by_plain = error(what, numbers(plain(order)), exact, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,40 @@ def test_a_short_hunt_finds_nothing(kind: str) -> None:
     assert found.cases == CASES[kind]
     assert found.outcomes["right"] > 0.7 * found.cases, "most calls are to be judged, not refused"
     assert found.luck_is_rare, found.summary
+
+
+class Drawn:
+    """A case whose error is so many times the bound, by its draw."""
+
+    def __init__(self, errors: Callable[[int], float]) -> None:
+        self.errors, self.draws = errors, 0
+
+    def run(self, seed: int) -> list[plain.Judged]:
+        self.draws += 1
+        return [plain.Judged("out", self.errors(self.draws - 2), 1.0)]  # the first of all comes before the mean
+
+
+@pytest.mark.parametrize(
+    ("errors", "draws"),
+    [
+        (lambda n: 1.01, 1 + 16 + 128),  # narrowly, and always: a mistake
+        (lambda n: 0.0 if n % 16 == 3 else 1.5, 1 + 16 + 128),  # on the mean of all of them
+        (lambda n: 4.01, 1 + 16),  # not narrowly: sixteen are enough
+        (lambda n: math.nan, 1 + 16),
+        (lambda n: math.inf, 1 + 16),
+    ],
+)
+def test_more_draws_excuse_no_mistake(errors: Callable[[int], float], draws: int) -> None:
+    case = Drawn(errors)
+    with pytest.raises(plain.Wrong):
+        hunt.judge(case, 0, 0)
+    assert case.draws == draws
+
+
+def test_more_draws_excuse_luck() -> None:
+    assert hunt.judge(Drawn(lambda n: 1.5 if n < 0 else 0.9), 0, 0) == "redrawn"
+    assert hunt.judge(Drawn(lambda n: 1.5 if n < 16 else 0.9), 0, 0) == "redrawn"
+    assert hunt.judge(Drawn(lambda n: 1.0), 0, 0) == "right"
 
 
 @pytest.mark.parametrize("spoil", ["last_key_hidden", "ten_roundings_off", "strange_exception"])
