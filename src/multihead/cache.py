@@ -139,7 +139,7 @@ class Cache:
 
     @property
     def k(self) -> Tensor:
-        """The keys (B,G,K,D), as they are held; of int8, what they stand for."""
+        """The keys (B,G,K,D), as they are held; of int8, what they stand for, in float32 whatever the layer's dtype."""
         k = self._k[:, :, : self.longest]
         return k * self._k_scales[:, :, : self.longest] if self.quantised else k
 
