@@ -1,6 +1,7 @@
 """The design's decisions, each as a test that carries its number."""
 
 import copy
+import importlib
 import inspect
 import re
 
@@ -345,6 +346,31 @@ def test_decision_10_errors_name_argument_value_and_expectation() -> None:
         ValueError, match=re.escape("heads=7 does not divide E=1024: give head_dim=, or a width that is")
     ):
         mh.MultiHeadAttention(1024, heads=7)
+
+
+PUBLIC = {  # module: what the design says can be taken from it
+    "multihead": "MultiHeadAttention Causal Window Prefix Padding Documents Allowed RoPE Lens Trace attend explain backend "
+    "look trace ablate patch diagnose load_weights save_weights explore models nn hf distributed heads steps",
+    "multihead.nn": "MultiheadAttention replace",
+    "multihead.hf": "watch ablate speed_up cache",
+    "multihead.steps": "attend",
+    "multihead.heads": "",
+    "multihead.models": "load",
+    "multihead.distributed": "shard_heads shard_sequence",
+}
+LENS = "rows columns map top peak entropy mass received weights why"
+
+
+def test_the_names_of_the_design_are_where_it_says() -> None:
+    for module, names in PUBLIC.items():
+        found = importlib.import_module(module)
+        for name in names.split():
+            assert hasattr(found, name), f"{module}.{name}"
+    for name in LENS.split():
+        assert callable(getattr(mh.Lens, name)), name
+    layer = mh.MultiHeadAttention(8, heads=2)
+    for name in ("new_cache", "look", "w_q", "w_k", "w_v", "w_o", "q_proj", "k_proj", "v_proj", "o_proj"):
+        assert hasattr(layer, name), name
 
 
 def test_the_public_surface_is_that_of_the_design() -> None:

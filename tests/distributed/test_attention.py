@@ -1,6 +1,6 @@
 """Every method × mask × grouped heads × dtype × number of ranks: output and gradients as in one process."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import multihead as mh
 import multihead.distributed
+from tests.cases import Case
 from tests.distributed import bound
 from tests.distributed.pool import SIZES, Pool
 
@@ -17,19 +18,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    B: int
-    H: int
-    G: int
-    Q: int
-    K: int
-    D: int
-    V: int
-    mask: Any
-    why: str
-    options: dict[str, Any] = field(default_factory=dict)
-    sinks: bool = False
-    bias: tuple[int, ...] | None = None  # its shape
+class Sharded(Case):
+    """A case of sizes that ranks share badly."""
+
+    added: tuple[int, ...] | None = None  # the shape of the bias
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.Q + 3 * self.K + 5 * self.H)
@@ -41,8 +33,8 @@ class Case:
         made["v"] = draw(self.B, self.G, self.K, self.V)
         if self.sinks:
             made["sinks"] = draw(self.H)
-        if self.bias is not None:
-            made["bias"] = draw(*self.bias)
+        if self.added is not None:
+            made["bias"] = draw(*self.added)
         return made
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -56,30 +48,30 @@ def some_allowed() -> Tensor:
 
 
 CASES = [  # B  H  G   Q   K   D   V  mask
-    Case(2, 4, 2, 37, 37, 6, 10, None, "everything is seen, a prime length"),
-    Case(2, 4, 2, 41, 41, 6, 10, mh.Causal(), "causal, balanced inside"),
-    Case(1, 6, 3, 43, 43, 4, 4, mh.Causal(window=5), "a window: most blocks do not travel"),
-    Case(1, 4, 4, 29, 29, 4, 4, mh.Window(3, 2), "a window both ways"),
-    Case(2, 4, 1, 31, 31, 4, 4, mh.Prefix(11), "prefix-LM, one kv head"),
-    Case(2, 4, 4, 31, 31, 4, 4, mh.Prefix(torch.tensor([3, 19])), "a prefix for each row"),
-    Case(3, 4, 2, 23, 23, 4, 4, mh.Padding([0, 9, 23]), "padding, one row with no key"),
-    Case(2, 4, 2, 23, 23, 4, 4, mh.Padding([5, 21], side="left") & mh.Causal(), "left padding under a causal mask"),
-    Case(1, 4, 2, 47, 47, 4, 4, mh.Documents([3, 17, 11, 16]) & mh.Causal(), "packed documents"),
-    Case(2, 4, 2, 20, 20, 4, 4, mh.Documents([[3, 17], [20, 0]]), "documents that differ by row"),
-    Case(2, 4, 2, 31, 31, 4, 4, mh.Allowed(some_allowed()), "a dense mask for each head"),
-    Case(1, 4, 2, 31, 31, 4, 4, mh.Causal() & mh.Allowed(some_allowed()), "dense and causal together"),
-    Case(1, 4, 2, 17, 29, 4, 8, mh.Causal(), "more keys than queries"),
-    Case(1, 4, 2, 29, 17, 4, 8, mh.Causal(), "the first queries see nothing"),
-    Case(2, 4, 2, 31, 31, 4, 4, mh.Causal(), "softcap", {"softcap": 1.5}),
-    Case(2, 4, 2, 31, 31, 4, 4, mh.Causal(window=7), "sinks", sinks=True),
-    Case(1, 4, 2, 29, 17, 4, 4, mh.Causal(), "sinks where the first queries see nothing", sinks=True),
-    Case(2, 4, 2, 31, 31, 4, 4, mh.Causal(), "a bias for each head", bias=(4, 31, 31)),
-    Case(2, 4, 2, 31, 31, 4, 4, None, "a bias for each key", bias=(2, 1, 1, 31)),
-    Case(1, 4, 2, 19, 19, 4, 4, mh.Causal(), "a scale of one's own", {"scale": 3.0}),
-    Case(1, 4, 2, 2, 2, 4, 4, mh.Causal(), "ranks whose slice is empty"),
-    Case(1, 5, 5, 13, 13, 4, 4, mh.Causal(), "heads that do not divide by the ranks"),
-    Case(1, 4, 2, 523, 523, 4, 6, mh.Causal(), "blocks long enough to travel in halves"),
-    Case(1, 4, 2, 523, 541, 4, 6, mh.Documents([300, 223], [241, 300]), "halves, of which some are not needed"),
+    Sharded(2, 4, 2, 37, 37, 6, 10, None, "everything is seen, a prime length"),
+    Sharded(2, 4, 2, 41, 41, 6, 10, mh.Causal(), "causal, balanced inside"),
+    Sharded(1, 6, 3, 43, 43, 4, 4, mh.Causal(window=5), "a window: most blocks do not travel"),
+    Sharded(1, 4, 4, 29, 29, 4, 4, mh.Window(3, 2), "a window both ways"),
+    Sharded(2, 4, 1, 31, 31, 4, 4, mh.Prefix(11), "prefix-LM, one kv head"),
+    Sharded(2, 4, 4, 31, 31, 4, 4, mh.Prefix(torch.tensor([3, 19])), "a prefix for each row"),
+    Sharded(3, 4, 2, 23, 23, 4, 4, mh.Padding([0, 9, 23]), "padding, one row with no key"),
+    Sharded(2, 4, 2, 23, 23, 4, 4, mh.Padding([5, 21], side="left") & mh.Causal(), "left padding under a causal mask"),
+    Sharded(1, 4, 2, 47, 47, 4, 4, mh.Documents([3, 17, 11, 16]) & mh.Causal(), "packed documents"),
+    Sharded(2, 4, 2, 20, 20, 4, 4, mh.Documents([[3, 17], [20, 0]]), "documents that differ by row"),
+    Sharded(2, 4, 2, 31, 31, 4, 4, mh.Allowed(some_allowed()), "a dense mask for each head"),
+    Sharded(1, 4, 2, 31, 31, 4, 4, mh.Causal() & mh.Allowed(some_allowed()), "dense and causal together"),
+    Sharded(1, 4, 2, 17, 29, 4, 8, mh.Causal(), "more keys than queries"),
+    Sharded(1, 4, 2, 29, 17, 4, 8, mh.Causal(), "the first queries see nothing"),
+    Sharded(2, 4, 2, 31, 31, 4, 4, mh.Causal(), "softcap", {"softcap": 1.5}),
+    Sharded(2, 4, 2, 31, 31, 4, 4, mh.Causal(window=7), "sinks", sinks=True),
+    Sharded(1, 4, 2, 29, 17, 4, 4, mh.Causal(), "sinks where the first queries see nothing", sinks=True),
+    Sharded(2, 4, 2, 31, 31, 4, 4, mh.Causal(), "a bias for each head", added=(4, 31, 31)),
+    Sharded(2, 4, 2, 31, 31, 4, 4, None, "a bias for each key", added=(2, 1, 1, 31)),
+    Sharded(1, 4, 2, 19, 19, 4, 4, mh.Causal(), "a scale of one's own", {"scale": 3.0}),
+    Sharded(1, 4, 2, 2, 2, 4, 4, mh.Causal(), "ranks whose slice is empty"),
+    Sharded(1, 5, 5, 13, 13, 4, 4, mh.Causal(), "heads that do not divide by the ranks"),
+    Sharded(1, 4, 2, 523, 523, 4, 6, mh.Causal(), "blocks long enough to travel in halves"),
+    Sharded(1, 4, 2, 523, 541, 4, 6, mh.Documents([300, 223], [241, 300]), "halves, of which some are not needed"),
 ]
 
 
