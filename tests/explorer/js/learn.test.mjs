@@ -73,7 +73,7 @@ test("shapes: each usual mistake has its reason", () => {
   assert.match(faultOfShape("w_v", [1024, 8, 1024], [1024, 8, 128]), /whole width/);
   assert.match(faultOfShape("w_o", [1024, 8, 128], [8, 128, 1024]), /other way/);
   assert.match(faultOfShape("w_o", [8, 128, 128], [8, 128, 1024]), /as wide as the model/);
-  assert.match(faultOfShape("w_o", [8, null, 128], [8, 128, 1024]), /three whole numbers/);
+  assert.match(faultOfShape("w_o", [8, null, 128], [8, 128, 1024]), /three integers/);
   assert.deepEqual(["64", " 7 ", "6.5", "-3", "", "1e3"].map(wholeNumber), [64, 7, null, null, null, null]);
 });
 

@@ -10,7 +10,7 @@ const NAMES = ["w_q", "w_k", "w_v", "w_o"];
 /** Why a shape is wrong; null: it is right. @param {string} name @param {(number | null)[]} given @param {number[]} right */
 export function faultOfShape(name, given, right) {
   const title = name.replace("w", "W");
-  if (given.some((n) => n === null)) return `${title} has three whole numbers.`;
+  if (given.some((n) => n === null)) return `${title} has three integers.`;
   if (given.every((n, at) => n === right[at])) return null;
   const [E, H, D] = name === "w_o" ? [right[2], right[0], right[1]] : right;
   if (name === "w_o") {
