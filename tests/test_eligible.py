@@ -179,6 +179,14 @@ class TestTensors:
             attention(nn.Identity().eval(), t["q"], t["k"], t["v"], added),
         )
 
+    @pytest.mark.parametrize("change", WRONG)
+    @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+    def test_a_models_packed_lengths(self, name: str, change: str) -> None:
+        t, ends = given(), {"cu_seq_lens_q": torch.tensor([0, 2, Q]), "cu_seq_lens_k": torch.tensor([0, 3, K])}
+        ends[name] = WRONG[change](ends[name])
+        with pytest.raises(ValueError, match=f"{name} sees .* expected one that was not freed or made smaller"):
+            attention(nn.Identity().eval(), t["q"], t["k"], t["v"], **ends)
+
     def test_empty_and_strided(self) -> None:
         q, empty = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 0, 8)[..., ::2]
         assert not mh.attend(q, empty, empty).any()

@@ -74,7 +74,14 @@ def attention(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention: 'multihead' does not know what "
             "that does, and the result might be wrong; expected attn_implementation='eager' for this call"
         )
-    for name, given in (("attention_mask", attention_mask), ("position_bias", position_bias), ("s_aux", s_aux)):
+    read_by_torch = {
+        "attention_mask": attention_mask,
+        "position_bias": position_bias,
+        "s_aux": s_aux,
+        "cu_seq_lens_q": cu_seq_lens_q,
+        "cu_seq_lens_k": cu_seq_lens_k,
+    }
+    for name, given in read_by_torch.items():
         require_storage(name, given)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible, bias = _visible(query, key, attention_mask, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
