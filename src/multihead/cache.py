@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multihead.masks import Mask, Window
 from multihead.masks.intervals import Frame
-from multihead.sizes import Sizes, describe, require_int
+from multihead.sizes import Sizes, describe, holds_integers, require_int
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device)
         rows = torch.tensor([require_int(f"rows[{n}]", row, 0) for n, row in enumerate(rows)], dtype=torch.long)
     if not isinstance(rows, Tensor):
         raise TypeError(f"rows is a {type(rows).__name__}: expected row numbers, a tensor or a list")
-    if rows.dim() != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
+    if rows.dim() != 1 or not holds_integers(rows):
         raise ValueError(f"rows is {describe(rows)}: expected one axis of row numbers")
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < batch):
         raise ValueError(f"rows={rows.tolist()}: expected row numbers 0…{batch - 1}")
@@ -172,7 +172,7 @@ class Cache:
             where = room.first[row] + token
             if self._records(k):
                 self._k, self._v = self._k.clone(), self._v.clone()
-            for name, new in zip(self._buffers, self._as_held(k, v)):
+            for name, new in zip(self._buffers, self._as_stored(k, v)):
                 getattr(self, name)[row, :, where] = new[row, :, token]
         else:
             self._write(k, v, room.first)
@@ -227,7 +227,7 @@ class Cache:
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
         last = first + k.shape[2]
-        for name, new in zip(self._buffers, self._as_held(k, v)):
+        for name, new in zip(self._buffers, self._as_stored(k, v)):
             if self._records(k):
                 setattr(self, name, getattr(self, name).slice_scatter(new, 2, first, last))
             else:
@@ -237,8 +237,8 @@ class Cache:
         """Whether a gradient will need what it has read."""
         return torch.is_grad_enabled() and (k.requires_grad or self._k.requires_grad)
 
-    def _as_held(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """New keys and values as the buffers hold them."""
+    def _as_stored(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """New keys and values as the buffers have them."""
         if not self.quantised:
             return [k.to(self._k.dtype), v.to(self._v.dtype)]
         if self._records(k):
@@ -301,7 +301,7 @@ class Cache:
         """Forget all but the first `length` tokens of each row (speculative decoding); rows that are shorter stay."""
         if not isinstance(length, Tensor):
             require_int("length", length, 0)
-        elif length.dtype.is_floating_point or length.shape != (self.batch,) or bool((length < 0).any()):
+        elif not holds_integers(length) or length.shape != (self.batch,) or bool((length < 0).any()):
             raise ValueError(f"length is {describe(length)}: expected integers, one for each of B={self.batch}")
         shorter: int | Tensor
         if isinstance(length, Tensor) or isinstance(self.length, Tensor):
@@ -311,10 +311,8 @@ class Cache:
         else:
             shorter = min(length, self.length)
         if self.window is not None:
-            wanted = torch.as_tensor(shorter - (self.window - 1)).clamp(
-                min=0
-            )  # the oldest token the next query may see
-            if bool((torch.as_tensor(self.dropped) > wanted).any()):
+            oldest = torch.as_tensor(shorter - (self.window - 1)).clamp(min=0)  # that the next query may see
+            if bool((torch.as_tensor(self.dropped) > oldest).any()):
                 raise ValueError(f"crop({length}): the window has let go of tokens that would be visible again")
         self.length = shorter
 

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from multihead.sizes import holds_integers
+
 Device = torch.device | str | None
 Length = int | Int[Tensor, "*B"] | None
 PAIRINGS = ("halves", "interleaved")
@@ -276,11 +278,11 @@ def relative_buckets(
     tensor([15, 10,  2,  1,  0, 17, 18, 26, 31])
     """
     _check_buckets(bidirectional, buckets, max_distance)
-    _check_whole("relative", relative)
+    _check_integers("relative", relative)
     side = buckets // 2 if bidirectional else buckets
     exact = side // 2
-    # A bucket is the number of bounds at or below the distance. Whole-number bounds make it the same on every device
-    # and compiled, where a logarithm per pair may round either way; 1e-6 keeps rounding from raising a whole bound.
+    # A bucket is the number of bounds at or below the distance. Integer bounds make it the same on every device
+    # and compiled, where a logarithm per pair may round either way; 1e-6 keeps rounding from raising an exact one.
     growing = [exact * (max_distance / exact) ** (step / (side - exact)) for step in range(1, side - exact)]
     bounds = [*range(1, exact + 1), *(math.ceil(bound - 1e-6) for bound in growing)]
     relative = relative.long()  # the distance of −128 is no int8
@@ -395,8 +397,8 @@ def _check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
 
 
-def _check_whole(name: str, tensor: Tensor) -> None:
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if not holds_integers(tensor):
         raise ValueError(f"{name} has dtype {tensor.dtype}: expected integers")
 
 
@@ -410,7 +412,7 @@ def _check_buckets(bidirectional: bool, buckets: int, max_distance: int) -> None
 def _check_rotation(x: Tensor, positions: Tensor, length: Length) -> None:
     if x.ndim < 2 or not x.dtype.is_floating_point:
         raise ValueError(f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected floats, (…, N, D)")
-    _check_whole("positions", positions)
+    _check_integers("positions", positions)
     N, B = x.shape[-2], x.shape[0] if x.ndim > 2 else None
     # ndim before sizes: a comparison of sizes that comes out false narrows what torch.export allows.
     fits = positions.ndim == 1 or (positions.ndim == 2 and B is not None and positions.shape[0] in (B, 1))
@@ -418,7 +420,7 @@ def _check_rotation(x: Tensor, positions: Tensor, length: Length) -> None:
         either = f"(N,)=({N},)" + ("" if B is None else f" or (B,N)=({B}, {N})")
         raise ValueError(f"positions has shape {tuple(positions.shape)}, and x {tuple(x.shape)}: expected {either}")
     if isinstance(length, Tensor):
-        _check_whole("length", length)
+        _check_integers("length", length)
         if length.ndim > 1 or (length.ndim == 1 and length.shape[0] != B):
             either = "one number" + ("" if B is None else f" or (B,)=({B},)")
             raise ValueError(f"length has shape {tuple(length.shape)}, and x {tuple(x.shape)}: expected {either}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from multihead import steps
 from multihead.call import Call
+from multihead.kernel import statistics
 
 AT_ONCE = 2**22  # scores held at once
 
@@ -16,8 +17,7 @@ AT_ONCE = 2**22  # scores held at once
 def of_state(call: Call, state: Tensor) -> Tensor:
     """(B, H), from the kernel's state (B,H,Q,2) of each row: its largest score and a factor (see native/README.md)."""
     top, factor = state.detach().unbind(-1)
-    plain = call.visible.dense is None and call.bias is None and not call.softcap and 1e-30 < call.scale < 1e30
-    score = top * call.scale if plain else top  # of a plain call the kernel leaves the scale to the exponent
+    score = top * statistics.unit_scale(call, call.visible.dense)
     dead = (top == torch.inf) & (factor == 0)
     score = score.masked_fill(dead, -torch.inf).masked_fill(factor.isnan(), torch.nan)
     return _over_queries(score)

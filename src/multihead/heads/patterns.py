@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.call import without_autocast
 from multihead.lens import Lens
 from multihead.lens.region import At
-from multihead.sizes import describe
+from multihead.sizes import describe, holds_integers
 
 
 def distance(lens: Lens, positions: Tensor | None = None) -> Tensor:
@@ -194,7 +194,7 @@ def _mean(values: Tensor, counted: Tensor) -> Tensor:
 def _tokens(lens: Lens, tokens: Tensor) -> Tensor:
     B, _, _, K = lens.shape
     _queries_are_keys(lens)
-    if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+    if not isinstance(tokens, Tensor) or not holds_integers(tokens):
         what = describe(tokens) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"tokens is {what}: expected a tensor of integers, one for each key")
     if tokens.shape not in ((K,), (B, K), (1, K)):

@@ -117,12 +117,12 @@ def lse(region: "Region", state: Tensor) -> Tensor:
     if region.sinks is not None:
         alone = region.sinks.double()[:, None].expand_as(top)
     nothing = factor < torch.finfo(region.exact).tiny  # the sink has all of the sum, and factor has lost its digits
-    return torch.where(nothing, alone, top * _scale(region) - factor.log())
+    return torch.where(nothing, alone, top * unit_scale(region, region.dense) - factor.log())
 
 
 def of_lse(region: "Region", lse: Tensor) -> Tensor:
     """The state that a log-sum-exp stands for: top is lse rounded, and factor is what the rounding took."""
-    scale, exact = _scale(region), region.exact
+    scale, exact = unit_scale(region, region.dense), region.exact
     level = lse.double() / scale  # as the kernel's scores are
     top = level.to(exact)
     unit = float(torch.tensor(scale / math.log(2), dtype=exact, device=CPU))
@@ -131,10 +131,10 @@ def of_lse(region: "Region", lse: Tensor) -> Tensor:
     return torch.stack([top.masked_fill(nothing, torch.inf), factor.masked_fill(nothing, 0)], -1)
 
 
-def _scale(region: "Region") -> float:
+def unit_scale(of: "Call | Region", dense: Tensor | None) -> float:
     """What the kernel leaves to the unit: the scale of a plain call; else it scales, caps and biases before."""
-    plain = region.dense is None and region.bias is None and not region.softcap and 1e-30 < region.scale < 1e30
-    return region.scale if plain else 1.0
+    plain = dense is None and of.bias is None and not of.softcap and 1e-30 < of.scale < 1e30
+    return of.scale if plain else 1.0
 
 
 # Keys that were selected ----------------------------------------------------------------------------------------------

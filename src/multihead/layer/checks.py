@@ -7,7 +7,7 @@ from multihead.cache import Cache, ContextCache
 from multihead.call import under_autocast
 from multihead.masks import check_broadcast
 from multihead.masks.intervals import inside_torch_func, readable
-from multihead.sizes import Sizes, check_floating, describe
+from multihead.sizes import Sizes, check_floating, describe, holds_integers
 
 
 def check_call(
@@ -67,7 +67,7 @@ def check_positions(name: str, given: Tensor | None, x: Tensor) -> None:
     """Refuse positions that are not an integer for each token of `x`, (B, N, …)."""
     if given is None:
         return
-    if not isinstance(given, Tensor) or given.dtype.is_floating_point or given.dtype == torch.bool:
+    if not isinstance(given, Tensor) or not holds_integers(given):
         what = describe(given) if isinstance(given, Tensor) else repr(given)
         raise TypeError(f"{name} is {what}: expected a tensor of integers")
     check_broadcast(name, given, x.shape[:2], "(B,N)")
@@ -101,7 +101,7 @@ def check_lengths(
     if context is not None or isinstance(cache, ContextCache):
         raise ValueError("lengths= counts the tokens of x that join the keys; with a context give mask=Padding(…)")
     real = torch.as_tensor(lengths, device=x.device)
-    if real.dtype.is_floating_point or real.dtype == torch.bool or real.shape != x.shape[:1]:
+    if not holds_integers(real) or real.shape != x.shape[:1]:
         raise ValueError(f"lengths is {describe(real)}: expected an integer for each of the B={x.shape[0]} rows")
     kept = isinstance(cache, Cache) and not torch.compiler.is_compiling()
     if kept and (real.is_meta or inside_torch_func()):

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from multihead.draw import PERCENT_UP_TO, SHADES, as_text, heat_map
-from multihead.lens.selections import Selection, choose
+from multihead.lens.selections import Selection, check_row, choose
 from multihead.sizes import require_int
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ def draw_lens(lens: "Lens", height: int, width: int, pool: str, heads: Selection
     """The weights of each head, pooled to height × width; shades go from nothing to the largest of the head."""
     B, H, Q, K = lens.shape
     height, width = min(require_int("height", height, 1), Q), min(require_int("width", width, 1), K)
-    require_int("batch", batch, 0)
-    if batch >= B:
-        raise ValueError(f"batch={batch}: expected 0…{B - 1}, a row of the batch")
+    check_row(batch, B)
     if not height or not width:
         return f"no weights: Q={Q}, K={K}"
     chosen = choose("heads", heads, H)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multihead.lens.selections import Chosen, Selection, choose, count
-from multihead.sizes import require_int
+from multihead.lens.selections import Chosen, Selection, check_row, choose, count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,9 +39,7 @@ def plot(
     if what != "map" and pooling:
         raise TypeError(f"{', '.join(sorted(pooling))}: only for a map, and this is of {what}")
     B, H, Q, K = lens.shape
-    require_int("batch", batch, 0)
-    if batch >= B:
-        raise ValueError(f"batch={batch}: expected 0…{B - 1}, a row of the batch")
+    check_row(batch, B)
     chosen, rows, columns = choose("heads", heads, H), choose("queries", queries, Q), choose("keys", keys, K)
     with torch.no_grad():
         if what == "entropy":

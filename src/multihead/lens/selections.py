@@ -6,7 +6,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from multihead.sizes import describe
+from multihead.sizes import describe, holds_integers, require_int
 
 Selection = int | slice | range | Sequence[int] | Tensor | None
 Chosen = slice | Tensor  # a slice start:stop within 0…n, or an int64 tensor of one axis, each within 0…n−1
@@ -28,7 +28,7 @@ def choose(name: str, given: Selection, n: int, device: torch.device | None = No
     """
     if given is None:
         return slice(0, n)
-    if isinstance(given, Tensor) and given.dim() == 0 and _whole(given):
+    if isinstance(given, Tensor) and given.dim() == 0 and holds_integers(given):
         given = int(given)
     if isinstance(given, Integral) and not isinstance(given, bool):
         [index] = _in_range(name, [int(given)], n, given)
@@ -41,7 +41,7 @@ def choose(name: str, given: Selection, n: int, device: torch.device | None = No
         _in_range(name, [given[0], given[-1]] if given else [], n, given)
         return _from_range(given, device)
     if isinstance(given, Tensor):
-        if not _whole(given):
+        if not holds_integers(given):
             hint = "; of a bool tensor take .nonzero().flatten()" if given.dtype == torch.bool else ""
             raise TypeError(f"{name} has dtype {given.dtype}: expected integers{hint}")
         if given.dim() != 1:
@@ -63,12 +63,15 @@ def take(t: Tensor, axis: int, chosen: Chosen) -> Tensor:
     return t.index_select(axis, chosen)
 
 
+def check_row(batch: int, B: int) -> None:
+    """Refuse what is no row of a batch of B."""
+    require_int("batch", batch, 0)
+    if batch >= B:
+        raise ValueError(f"batch={batch}: expected 0…{B - 1}, a row of the batch")
+
+
 def count(chosen: Chosen) -> int:
     return chosen.stop - chosen.start if isinstance(chosen, slice) else chosen.numel()
-
-
-def _whole(t: Tensor) -> bool:
-    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
 
 
 def _in_range(name: str, numbers: Sequence[int], n: int, given: object) -> list[int]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from multihead.draw import squares
 from multihead.masks.intervals import Frame, Ramp, Visible, higher_of, readable, require_storage
-from multihead.sizes import require_int
+from multihead.sizes import holds_integers, require_int
 
 
 class Mask:
@@ -118,7 +118,7 @@ def _register(cls: _M) -> _M:
 def _int_tensor(name: str, value: object) -> Tensor:
     """`value`, a tensor or a sequence of integers, as an int64 tensor."""
     if isinstance(value, Tensor):
-        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        if not holds_integers(value):
             raise TypeError(f"{name} has dtype {value.dtype}: expected integers")
         return value.long()
     if isinstance(value, Sequence) and not isinstance(value, str):
