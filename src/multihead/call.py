@@ -1,4 +1,4 @@
-"""Backends: ways to compute steps 3 and 4, behind one small interface.
+"""What a call of attention is: as it was made, and checked and lowered; and what a backend is asked about it.
 
 A backend says by name what it refuses and why; one that is named never falls back to another.
 """

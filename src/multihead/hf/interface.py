@@ -4,7 +4,6 @@ The order of operations is that of `eager`: q·kᵀ·scaling, softcap, + positio
 dropout, ·v. What a model passes that is not known here, and might change the result, is refused by name.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +36,8 @@ NEUTRAL = {  # says nothing about attention, or what the mask and the other argu
     "use_cache",
 }
 
-Edit = Callable[[Tensor], Tensor]  # of what the heads put out, (B, H, Q, V)
-Watcher = Callable[[Tensor, Tensor, Visible, dict[str, Any]], None]
-Tracer = Callable[[Tensor, Tensor, Tensor, Visible, dict[str, Any], Tensor], None]  # and v, and what heads put out
-EDITS, WATCHERS = "_multihead_edits", "_multihead_watchers"  # attributes of a module, while `with` blocks last
-TRACERS = "_multihead_tracers"
+# Attributes of a module, while `with` blocks last: functions that a call is shown to, see the end of `attention`.
+EDITS, WATCHERS, TRACERS = "_multihead_edits", "_multihead_watchers", "_multihead_tracers"
 
 
 def attention(

@@ -96,8 +96,8 @@ def attention(call: Arguments | Call, mask: Mask | Visible | Tensor | None) -> "
     if mask is None:
         return read
     B, H, _, Q, K, _, _ = read.sizes
-    hidden = read.see(_lowered(mask, B, H, Q, K))
-    return read if hidden is None else Reason(*hidden)
+    refused = read.see(_lowered(mask, B, H, Q, K))
+    return read if refused is None else Reason(*refused)
 
 
 def scores(region: "Region") -> Reason | None:
@@ -111,8 +111,8 @@ def scores(region: "Region") -> Reason | None:
         return Reason(*read)
     K = region.shape[3]
     everything = Ramp.constant(0), Ramp.constant(K)
-    hidden = read.see(Visible(region.shape[2], K, *everything, region.dense))  # the bounds are made here, and plain
-    return None if hidden is None else Reason(*hidden)
+    refused = read.see(Visible(region.shape[2], K, *everything, region.dense))  # the bounds are made here, and plain
+    return None if refused is None else Reason(*refused)
 
 
 def slower_in(dtype: torch.dtype) -> Reason | None:
@@ -136,6 +136,12 @@ def projection(p: nn.Module, x: Tensor, called: bool = False) -> "_native.Linear
     return _product(kernel.module.projection(p, x, torch.is_grad_enabled(), called), x)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> "_native.Linear | Reason":
+    """The same by the tensors themselves."""
+    assert kernel.module is not None
+    return _product(kernel.module.linear(x, weight, bias, torch.is_grad_enabled()), x)
+
+
 def feed_forward(
     gate: nn.Module | None, up: nn.Module | None, down: nn.Module | None, tanh: bool, x: Tensor
 ) -> "_native.FeedForward | Reason":
@@ -152,14 +158,8 @@ def feed_forward(
 def norm(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> Reason | None:
     """RMS norm of x into y, done; or why it is not. Not asked where `modules_watched` says somebody."""
     assert kernel.module is not None
-    hidden = kernel.module.norm(x, weight, eps, y, torch.is_grad_enabled(), torch.get_num_threads())
-    return None if hidden is None else Reason(*hidden)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> "_native.Linear | Reason":
-    """The same by the tensors themselves."""
-    assert kernel.module is not None
-    return _product(kernel.module.linear(x, weight, bias, torch.is_grad_enabled()), x)
+    refused = kernel.module.norm(x, weight, eps, y, torch.is_grad_enabled(), torch.get_num_threads())
+    return None if refused is None else Reason(*refused)
 
 
 def _product(read: "_native.Linear | tuple[str, bool]", x: Tensor) -> "_native.Linear | Reason":
