@@ -122,7 +122,7 @@ def memory(browser: Any) -> None:
     with mh.explore(layer, x, mask=mh.Causal(), browser=False, wait=False, port=0) as running:
         page = long_page(browser, running.url)
         collector = page.context.new_cdp_session(page)
-        held = []
+        sizes = []
         for n in range(121):
             where = f"{800 * n},{750 * n},{(0.5, 1, 24)[n % 3]}"
             page.evaluate("m => multihead.app.store.set({ map: m })", where)
@@ -130,9 +130,9 @@ def memory(browser: Any) -> None:
             page.wait_for_function(EXACT, timeout=60_000)
             if n % 40 == 0:
                 collector.send("HeapProfiler.collectGarbage")
-                held.append(f"{resident_page(browser):.0f}")
+                sizes.append(f"{resident_page(browser):.0f}")
         print(f"server            {resident() - before:6.0f} MB more for {HUGE:,} items, 2 heads of 64")
-        print(f"page              {', '.join(held)} MB after 1, 41, 81 and 121 places of that map")
+        print(f"page              {', '.join(sizes)} MB after 1, 41, 81 and 121 places of that map")
         page.close()
 
 

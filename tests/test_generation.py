@@ -82,7 +82,7 @@ class Oracle:
         turning = pairs.mT.flatten(-2) if rope.pairing == "halves" else pairs.flatten(-2)
         return torch.cat([turning.to(self.dtype), rest], -1)
 
-    def call(self, x: Tensor, real: list[int], sees: Callable[[int, int, int], bool], held: Any = None) -> Tensor:
+    def call(self, x: Tensor, real: list[int], sees: Callable[[int, int, int], bool], stored: Any = None) -> Tensor:
         """One call with x (B, N, E), `real[b]` tokens of which join row b; `sees(b, i, j)`: may query i see key j?"""
         y = torch.zeros(x.shape, dtype=self.dtype)
         for b in range(x.shape[0]):
@@ -93,9 +93,9 @@ class Oracle:
             v = self.project("v_proj", own, V)
             self.keys[b] += list(k)
             self.values[b] += list(v)
-            if held is not None:  # attend to what a cache of fewer bits has made of them
+            if stored is not None:  # attend to what a cache of fewer bits has made of them
                 self.made = k, v
-                self.keys[b], self.values[b] = (list(t[b, :, : before + n].to(self.dtype).unbind(1)) for t in held)
+                self.keys[b], self.values[b] = (list(t[b, :, : before + n].to(self.dtype).unbind(1)) for t in stored)
             K = before + n
             heads = torch.zeros(x.shape[1], H, V, dtype=self.dtype)
             hidden = torch.tensor([[not sees(b, i, j) for j in range(K)] for i in where]).view(n, K)
@@ -244,15 +244,15 @@ def test_rows_of_different_lengths(kind: dict, way: Way, rope: Any, request: Any
 
 @pytest.mark.parametrize("calls", [[(n, None) for n in PIECES[0]], [(n, None) for n in PIECES[1]], RAGGED],
                          ids=["tokens", "prompt", "ragged"])  # fmt: skip
-@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16, "int8"], ids=str)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, "int8"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", [MASKS["causal"], MASKS["dense"]], ids=["causal", "dense"])
-def test_a_cache_of_fewer_bits(way: Way, dtype: torch.dtype, held: Any, calls: list, request: Any) -> None:
+def test_a_cache_of_fewer_bits(way: Way, dtype: torch.dtype, stored: Any, calls: list, request: Any) -> None:
     """Rows are rounded once, by no more than they must be, and what they became is attended to exactly."""
     if dtype == torch.float32 or kernel.in_pairs():
         request.getfixturevalue("one_call")
     layer = a_layer(dtype=dtype, rope=mh.RoPE(pairing="interleaved"), qk_norm=True)
-    cache = layer.new_cache(batch=B, capacity=MOST, dtype=held)
+    cache = layer.new_cache(batch=B, capacity=MOST, dtype=stored)
     exact = Oracle(layer, torch.float64, forwards)
     plain = [Oracle(layer, dtype, product) for product in (forwards, backwards)]
     ours, right, rounded = [], [], [[] for _ in plain]
@@ -267,7 +267,7 @@ def test_a_cache_of_fewer_bits(way: Way, dtype: torch.dtype, held: Any, calls: l
             outputs.append(oracle.call(x, real, way.sees, rows))
         new_rows = rows[0][B - 1, :, int(before[B - 1]) : int(before[B - 1]) + real[B - 1]].double()
         made, other = exact.made[0].transpose(0, 1), plain[0].made[0].transpose(0, 1).double()
-        step = made.abs() * 2.0**-8 if held != "int8" else made.abs().amax(-1, keepdim=True) / 254
+        step = made.abs() * 2.0**-8 if stored != "int8" else made.abs().amax(-1, keepdim=True) / 254
         assert ((new_rows - made).abs() <= 1.01 * step + 2 * (other - made).abs().amax(-1, keepdim=True) + 1e-5).all()
     within_bound(ours, right, rounded)
 
@@ -447,15 +447,15 @@ def test_an_input_that_lies_in_the_cache_is_read_before_it_is_written_over() -> 
 
 
 @pytest.mark.parametrize("new", [1, 3, 40])
-@pytest.mark.parametrize("held", [None, torch.bfloat16, "int8"], ids=str)
-def test_equal_bits_on_any_number_of_threads(new: int, held: Any) -> None:
+@pytest.mark.parametrize("stored", [None, torch.bfloat16, "int8"], ids=str)
+def test_equal_bits_on_any_number_of_threads(new: int, stored: Any) -> None:
     layer = MultiHeadAttention(256, 8, kv_heads=2, rope=True, qk_norm=True).eval().requires_grad_(False)
     past, x = torch.randn(2, 700, 256), torch.randn(2, new, 256)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            cache = layer.new_cache(batch=2, dtype=held)
+            cache = layer.new_cache(batch=2, dtype=stored)
             layer(past, mask=mh.Causal(), cache=cache)
             results.append(layer(x, mask=mh.Causal(), cache=cache))
     finally:

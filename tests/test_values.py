@@ -89,7 +89,7 @@ def test_a_mean_leaves_out_tokens_beyond_lengths_and_counts_all_of_a_query_over_
         with mh.ablate(layer, 2, with_="mean"), mh.patch(layer, "merged", lambda t, s=seen: s.append(t) or t):
             layer(x, **call)
         assert_close(seen[0].unflatten(-1, (H, -1))[0, 0, 2], expected)
-    assert layer._met is None
+    assert layer._visibility is None
 
 
 def test_a_mean_in_a_hugging_face_model_leaves_padded_rows_out() -> None:

@@ -31,12 +31,13 @@ class FewBytes : Few<DigitReader<Bytes>> {
   static constexpr int W = A::W, step = Bytes::step, digits = 3;
   static_assert(4 * W == step, "a word of four bytes in each lane");
 
-  struct Whole {
+  // How a row became integers.
+  struct Digits {
     float scale = 0;          // a number is its digits times this
     int raised[digits] = {};  // -128 times the sum of each digit, of q: what raising the keys by 128 adds, taken off
     bool exact = true;        // false: not finite, or too small to be scaled, and to be multiplied as it is
   };
-  Whole of_q[8], of_weights[8];
+  Digits of_q[8], of_weights[8];
   const int rows;  // 4 or 8, of which the last may repeat the one before
   // Four digits of a row side by side are a word, the lowest digit first: of q from -128 to 127, (padded D / 4, rows,
   // digits); of weights from 0 to 255, (rows, digits, line / 4), where they are written as they are made.
@@ -83,7 +84,7 @@ class FewBytes : Few<DigitReader<Bytes>> {
       largest = size > largest ? size : largest;
       unlike += q[d] - q[d];
     }
-    Whole& of = of_q[r];
+    Digits& of = of_q[r];
     of = {};
     of.exact = unlike == 0 && can_be_scaled(largest);
     of.scale = of.exact ? largest / most : 0;
@@ -116,14 +117,14 @@ class FewBytes : Few<DigitReader<Bytes>> {
     }
     float largest = 0, odd = A::sum(unlike);
     for (int i = 0; i < W; ++i) largest = top[i] > largest ? top[i] : largest;
-    Whole& of = of_weights[r];
+    Digits& of = of_weights[r];
     of.exact = odd == 0 && (largest == 0 || can_be_scaled(largest));
     of.scale = of.exact ? largest / most : 0;
     const F factor = A::all(of.exact && largest > 0 ? most / largest : 0.0f);
     for (index i = 0; i < keys; i += W) {
-      const Ints whole = of.exact ? Bytes::rounded(A::load(weights + i) * factor) : Ints{};
+      const Ints integers = of.exact ? Bytes::rounded(A::load(weights + i) * factor) : Ints{};
       for (int p = 0; p < digits; ++p)
-        Bytes::store_bytes(weight_words + ((r * digits + p) * line + i) / 4, whole >> (8 * p));
+        Bytes::store_bytes(weight_words + ((r * digits + p) * line + i) / 4, integers >> (8 * p));
     }
   }
 

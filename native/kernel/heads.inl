@@ -41,7 +41,7 @@ class PrepareHeads {
     return static_cast<float*>(scales.data) + b * scales.batch + h * scales.head + row * scales.row;
   }
 
-  // Numbers as whole ones of at most 127 times one scale, rounded to nearest even. Where one is not finite the scale is
+  // Numbers as integers of at most 127 times one scale, rounded to nearest even. Where one is not finite the scale is
   // NaN, and so is the row.
   static void quantise(const float* row, index width, std::int8_t* to, float* scale) {
     float largest = 0;

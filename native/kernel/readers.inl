@@ -119,7 +119,7 @@ struct SplitReader : HalfReader<Arch, Type::bf16> {
   }
 };
 
-// Whole numbers of a byte: rows whose scale is applied to scores and weights instead.
+// Integers of a byte: rows whose scale is applied to scores and weights instead.
 template <class Arch>
 struct ByteReader {
   using A = Arch;

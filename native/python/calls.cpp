@@ -170,7 +170,7 @@ nb::object read_linear(nb::handle x, nb::handle weight, nb::handle bias, bool gr
 
 nb::object read_projection(nb::handle module, nb::handle x, bool gradients, bool called) {
   PyObject *weight, *bias;
-  if (!held_by(module.ptr(), weight, bias, called))
+  if (!parameters_of_linear(module.ptr(), weight, bias, called))
     return as_tuple({"the projection does more than multiply and add", true});
   return read_linear(x, weight, bias ? bias : Py_None, gradients);
 }

@@ -37,7 +37,8 @@ bool is_pair(nb::handle given) { return PyTuple_Check(given.ptr()) && PyTuple_GE
 
 bool tensors_of(Reader& reader, nb::handle part, const char* name, PyObject*& weight, PyObject*& bias) {
   if (!is_pair(part))
-    return held_by(part.ptr(), weight, bias) || reader.refuse(std::string(name) + " does more than multiply and add");
+    return parameters_of_linear(part.ptr(), weight, bias) ||
+           reader.refuse(std::string(name) + " does more than multiply and add");
   weight = PyTuple_GET_ITEM(part.ptr(), 0), bias = PyTuple_GET_ITEM(part.ptr(), 1);
   if (bias == Py_None) bias = nullptr;
   return true;
@@ -72,7 +73,7 @@ bool norm(Reader& reader, nb::handle part, const char* name, index D, Norm& to) 
   nb::object eps;
   if (is_pair(part)) {
     weight = PyTuple_GET_ITEM(part.ptr(), 0), eps = nb::borrow(PyTuple_GET_ITEM(part.ptr(), 1));
-  } else if (!normed_by(part.ptr(), D, weight, eps)) {
+  } else if (!parameters_of_norm(part.ptr(), D, weight, eps)) {
     return reader.refuse(std::string(name) + " is not an nn.RMSNorm of each head that nobody watches");
   }
   if (!number(reader, eps, "a norm's eps", to.eps)) return false;

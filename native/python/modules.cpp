@@ -22,7 +22,7 @@ bool rows(Reader& reader, nb::handle given, Tensor& t) {
 bool product(Reader& reader, nb::handle module, const char* name, index inputs, Number number, Projection& to,
              index& outputs) {
   PyObject *weight, *bias;
-  if (!held_by(module.ptr(), weight, bias))
+  if (!parameters_of_linear(module.ptr(), weight, bias))
     return reader.refuse(std::string(name) + " does more than multiply and add");
   Tensor matrix;
   if (!projection(reader, weight, bias, inputs, to, matrix)) return false;

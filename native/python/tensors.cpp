@@ -337,7 +337,7 @@ bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides) {
   return true;
 }
 
-bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called) {
+bool parameters_of_linear(PyObject* module, PyObject*& weight, PyObject*& bias, bool called) {
   const Torch& t = torch();
   if (!module || (Py_TYPE(module) != t.linear && Py_TYPE(module) != t.out_proj)) return false;
   nb::object dictionary;
@@ -348,7 +348,7 @@ bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called) 
   return weight && weight != Py_None;
 }
 
-bool normed_by(PyObject* module, index width, PyObject*& weight, nb::object& eps) {
+bool parameters_of_norm(PyObject* module, index width, PyObject*& weight, nb::object& eps) {
   const Torch& t = torch();
   if (!module || Py_TYPE(module) != t.norm) return false;
   nb::object dictionary;

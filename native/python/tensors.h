@@ -87,9 +87,9 @@ bool broadcast(const Tensor& t, const index* sizes, int axes, index* strides);
 // The weight and the bias, null where there is none, of an nn.Linear that only multiplies and adds: no hook, no forward
 // of its own but one that is remembered, no parametrization. False for any other module. `called`: the module has been
 // called, so that its hooks see what they are to see.
-bool held_by(PyObject* module, PyObject*& weight, PyObject*& bias, bool called = false);
+bool parameters_of_linear(PyObject* module, PyObject*& weight, PyObject*& bias, bool called = false);
 
 // The weight, null where there is none, and the eps of an nn.RMSNorm over `width` numbers, of which the same is true.
-bool normed_by(PyObject* module, index width, PyObject*& weight, nanobind::object& eps);
+bool parameters_of_norm(PyObject* module, index width, PyObject*& weight, nanobind::object& eps);
 
 }  // namespace multihead

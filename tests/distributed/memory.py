@@ -8,16 +8,16 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak(act: Callable[[], Any]) -> tuple[int, int]:
-    """The most bytes held at once by tensors that `act` made, and those that are still held when it has returned."""
+    """The most bytes of tensors made by `act` that were alive at once, and those that are when it has returned."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = act()
-    held, most = 0, 0
+    alive, most = 0, 0
     events = sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))
     for _, change in events:
-        held += change
-        most = max(most, held)
+        alive += change
+        most = max(most, alive)
     del kept
-    return most, held
+    return most, alive
 
 
 def _allocations(events: Any) -> Iterator[tuple[int, int]]:

@@ -83,7 +83,7 @@ def test_a_plan_for_a_thousand_ranks_and_a_million_tokens() -> None:
     assert "ring" in str(found)
 
 
-def held(mesh: Any, method: str, mask: Any, dtype: torch.dtype) -> tuple[int, int, int]:
+def bytes_alive(mesh: Any, method: str, mask: Any, dtype: torch.dtype) -> tuple[int, int, int]:
     """Bytes of this rank's q, k and v and of all that is made of them: forward, kept for backward, backward."""
     rank, shapes = mesh.get_local_rank(), ((4, 16), (2, 16), (2, 24))
     whole = (torch.randn(1, heads, 1013, width, dtype=dtype) for heads, width in shapes)
@@ -106,7 +106,7 @@ def held(mesh: Any, method: str, mask: Any, dtype: torch.dtype) -> tuple[int, in
 @pytest.mark.parametrize("mask", [None, mh.Causal(), mh.Prefix(100)], ids=str)
 def test_memory_of_a_rank_falls_as_one_over_the_ranks(pool: Pool, mask: Any, dtype: torch.dtype) -> None:
     """Tensor bytes as torch's allocator counts them: with twice the ranks each has half, forward and backward."""
-    two, four = (pool.run(held, ranks, "ring", mask, dtype) for ranks in (2, 4))
+    two, four = (pool.run(bytes_alive, ranks, "ring", mask, dtype) for ranks in (2, 4))
     for fewer, more in zip((max(t) for t in zip(*two)), (max(t) for t in zip(*four))):
         print(mask, dtype, more / fewer)
         assert more <= 0.57 * fewer  # a message that has just left may still be held, or not: a twentieth of the whole
@@ -119,5 +119,5 @@ def test_memory_is_that_of_the_plan(pool: Pool, method: str) -> None:
         for ranks in SIZES:
             for dtype in (torch.float32, torch.bfloat16):
                 cost = plan(layer, ranks, tokens=1013, mask=mask, dtype=dtype).costs[method]
-                measured = max(forward for forward, *_ in pool.run(held, ranks, method, mask, dtype))
+                measured = max(forward for forward, *_ in pool.run(bytes_alive, ranks, method, mask, dtype))
                 assert 0.8 * cost.memory <= measured <= 1.25 * cost.memory, (mask, ranks, dtype)

@@ -218,8 +218,8 @@ def test_a_hundred_thousand_tokens_take_what_q_and_k_take() -> None:
     session.respond("links", LAYER | {"head": 1, "query": count - 1, "n": 20})
     python = tracemalloc.get_traced_memory()[1]  # tensors apart: torch's are not Python's
     tracemalloc.stop()
-    held = session.lenses.nbytes
-    assert held <= count * (2 * 32 * 4 + 2 * 8)  # q and k of two heads of 16, and the log-sum-exp: 27 MB
+    kept = session.lenses.nbytes
+    assert kept <= count * (2 * 32 * 4 + 2 * 8)  # q and k of two heads of 16, and the log-sum-exp: 27 MB
     assert largest <= 256 * 256 * 4 + 4096
     assert python < 200e6
 

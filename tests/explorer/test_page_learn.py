@@ -120,7 +120,7 @@ def test_the_whole_walk_by_keyboard(explorer: Explorer) -> None:
     width = mh.trace(layer, x, mask=mh.Causal())["heads"].shape[-1]
     assert width == 64
     assert "12 heads share it" in me.answer("Width of one head's output", "768")
-    assert "a whole number" in me.answer("Width of one head's output", "about 64").lower()
+    assert "an integer" in me.answer("Width of one head's output", "about 64").lower()
     assert me.answer("Width of one head's output", str(width)).startswith("Right.")
     me.field("Number of heads")
     explorer.page.keyboard.press("ArrowUp")  # 8 heads

@@ -198,15 +198,15 @@ def test_tiles_are_asked_for_when_seen_and_given_up_when_not(on_map: OnMap) -> N
     assert {f"{t['level']}.{t['row']}.{t['column']}" for t in asked} == wanted
     assert len(wanted) <= 26  # a screen of 1280 × 900, and one for all of it
     asked.clear()
-    held: list[Any] = []
-    page.route("**/api/tile", lambda route: held.append(route))  # Python is slow
+    waiting: list[Any] = []
+    page.route("**/api/tile", lambda route: waiting.append(route))  # Python is slow
     on_map.explorer.js("() => multihead.app.store.set({ map: '200,200,20' })")
     page.wait_for_function("() => multihead.map.stats().running > 0")
     assert on_map.explorer.js("() => multihead.map.known(210, 205).level") > 0  # a coarser tile stands in
     on_map.explorer.js("() => multihead.app.store.set({ map: '2500,2400,20' })")
     page.wait_for_function("() => multihead.map.stats().cancelled > 0")
     page.unroute("**/api/tile")
-    for route in held:
+    for route in waiting:
         with suppress(Exception):  # it was given up
             route.continue_()
     on_map.ready()

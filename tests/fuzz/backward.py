@@ -133,9 +133,9 @@ class Backward:
         broad = torch.promote_types(self.dtype, torch.float32)
         d_out, d_lse = drawn(s.B, s.H, s.Q, s.V), drawn(s.B, s.H, s.Q).to(broad)
         for n, (name, t) in enumerate(given):
-            held, value = tensors.body(self.form if n < count else "contiguous", t)
+            placed, value = tensors.body(self.form if n < count else "contiguous", t)
             ask = self.asking[n] if n < count else self.asking[3 if name == "sinks" else 4]
-            leaves.append(held.detach().requires_grad_(ask))
+            leaves.append(placed.detach().requires_grad_(ask))
             values.append(value)
             names.append(name)
 

@@ -43,7 +43,7 @@ class Layer:
     weights: torch.dtype
     dtype: torch.dtype  # of x
     cache: str  # "", "growing", "fixed", "sliding", "context"
-    held: str  # what the cache is made of, where that is not what the weights are
+    stored: str  # what the cache is made of, where that is not what the weights are
     window: int
     pieces: list[list[int]]  # for each call, how many tokens of each row are real, and how many are given
     ragged: bool
@@ -87,7 +87,7 @@ class Layer:
             parts = []
         weights = rng.choice([torch.float32] * 5 + [torch.float64] + [torch.bfloat16] * 3 + [torch.float16] * 2)
         half = weights in FLOATS.values()
-        held = rng.choice(["int8", "int8", *FLOATS]) if keeps and rng.random() < 0.4 else ""
+        stored = rng.choice(["int8", "int8", *FLOATS]) if keeps and rng.random() < 0.4 else ""
         mixed = half and rng.random() < 0.3
         gradients = not cache and not mixed and rng.random() < 0.3
         bias = None
@@ -102,10 +102,10 @@ class Layer:
             return rows if rng.random() < 0.5 else rows[0]
 
         return Layer(
-            B, H, G, D, V, rng.choice([4, 12, 24, 64]), options, rope, weights, dtype, cache, held, rng.choice([1, 2, 3, 8]),
+            B, H, G, D, V, rng.choice([4, 12, 24, 64]), options, rope, weights, dtype, cache, stored, rng.choice([1, 2, 3, 8]),
             pieces, ragged, context, cache != "context" and rng.random() < 0.15,
             [place(piece[-1]) for piece in pieces] if rope and rng.random() < 0.2 else None,
-            bias, parts, bool(held == "int8" or mixed or rng.random() < 0.6) and not gradients, gradients,
+            bias, parts, bool(stored == "int8" or mixed or rng.random() < 0.6) and not gradients, gradients,
             {name: rng.choice(LAYOUTS) for name in PROJECTIONS if rng.random() < 0.5} if rng.random() < 0.3 else {},
             form if tensors.fits(form, torch.zeros(1, dtype=dtype)) else "contiguous",
             rng.choice(["q_proj", "o_proj", "x"]) if rng.random() < 0.03 else "", rng.choice(MODES),
@@ -118,7 +118,7 @@ class Layer:
     @property
     def _rounds(self) -> bool:
         """Whether the cache holds other numbers than the layer computes with."""
-        return self.cache not in ("", "context") and bool(self.held or self._mixed)
+        return self.cache not in ("", "context") and bool(self.stored or self._mixed)
 
     # The call -----------------------------------------------------------------------------------------------------
 
@@ -176,8 +176,8 @@ class Layer:
                 "fixed": {"capacity": total},
                 "sliding": {"window": self.window},
             }.get(self.cache, {})
-            if self.held:
-                kind["dtype"] = FLOATS.get(self.held, self.held)
+            if self.stored:
+                kind["dtype"] = FLOATS.get(self.stored, self.stored)
             if self.cache == "context":
                 cache = layer.new_cache(context=more.context)
             else:
@@ -321,8 +321,8 @@ class Layer:
             fresh = np.zeros(exact[0].shape[:3], bool)
             for b, dropped in enumerate(kept[n][2]):
                 real = had[b] + self.pieces[n][b]
-                for held, rows in zip(kept[n], now):
-                    rows[b, :, dropped:real] = held[b, :, : real - dropped]
+                for found, rows in zip(kept[n], now):
+                    rows[b, :, dropped:real] = found[b, :, : real - dropped]
                 fresh[b, :, had[b] : real] = True
                 if before is not None:
                     for old, rows in zip(before, now):
@@ -350,17 +350,17 @@ class Layer:
         layer = self._plain_layer(values, order)
         return layer.keys_and_values(tokens, places)[0], layer.keys_and_values(others, places)[1]
 
-    def _judge_kept(self, what: str, held: np.ndarray, exact: np.ndarray, fresh: np.ndarray, by_plain: Any) -> Judged:
+    def _judge_kept(self, what: str, kept: np.ndarray, exact: np.ndarray, fresh: np.ndarray, by_plain: Any) -> Judged:
         """How far new rows are off, beyond the half step that the cache must round by."""
-        kind = self.held or str(self.weights).removeprefix("torch.")
+        kind = self.stored or str(self.weights).removeprefix("torch.")
         if kind == "int8":
             step = np.abs(exact).max(-1, initial=0, keepdims=True) / 254
         elif kind in FLOATS:
             step = np.abs(exact) * torch.finfo(FLOATS[kind]).eps / 2 + 2.0**-25
         else:
             step = np.zeros_like(exact)
-        beyond = np.maximum(np.abs(held - exact) - 1.01 * step, 0)
-        found = float(beyond[fresh].max(initial=0)) if not np.isnan(held[fresh]).any() else np.inf
+        beyond = np.maximum(np.abs(kept - exact) - 1.01 * step, 0)
+        found = float(beyond[fresh].max(initial=0)) if not np.isnan(kept[fresh]).any() else np.inf
         most = 0.0
         for order in plain.ORDERS:
             off = plain.error(what, plain.numbers(by_plain(order)), exact, fresh[..., None])

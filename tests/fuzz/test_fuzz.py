@@ -71,7 +71,7 @@ def test_a_mistake_is_found(spoil: str) -> None:
 def test_mistakes_of_a_layer_are_found() -> None:
     found = hunt.hunt(5, cases=80, kind="layer", spoil="layers_forget")
     wrong = [hunt.make(5, finding.case, "layer") for finding in found.findings]
-    for what in ("own_values", "places", "held"):
+    for what in ("own_values", "places", "stored"):
         assert any(getattr(case, what) for case in wrong), f"{what} is drawn, and not judged"
     assert found.outcomes["right"] > 0.3 * found.cases
 

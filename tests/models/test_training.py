@@ -177,20 +177,20 @@ def test_documents_are_read_held_out_and_packed(tmp_path: Path) -> None:
     (tmp_path / "note.md").write_text("not read")
     documents = texts.read_documents(tmp_path)
     assert documents == [f"document number {n} é" for n in range(40)]
-    kept, held = texts.hold_out(documents)
-    assert held == [documents[10], documents[30]]
+    kept, held_out = texts.hold_out(documents)
+    assert held_out == [documents[10], documents[30]]
     assert len(kept) == 38
     tokenizer = texts.Tokenizer.train(kept, 300)
-    packed = texts.pack(held, tokenizer)
+    packed = texts.pack(held_out, tokenizer)
     assert (packed == tokenizer.end).sum() == 2
-    assert tokenizer.decode(packed.tolist()) == f"{texts.END}{held[0]}{texts.END}{held[1]}"
+    assert tokenizer.decode(packed.tolist()) == f"{texts.END}{held_out[0]}{texts.END}{held_out[1]}"
     assert texts.read_documents(tmp_path / "03.txt") == ["document number 3 é"]
 
 
 def test_one_long_document_is_held_out_in_part() -> None:
-    kept, held = texts.hold_out(["abcdefghij" * 100])
+    kept, held_out = texts.hold_out(["abcdefghij" * 100])
     assert len("".join(kept)) == 950
-    assert len("".join(held)) == 50
+    assert len("".join(held_out)) == 50
 
 
 def test_rows_repeat_random_tokens_as_often_as_asked() -> None:
@@ -236,13 +236,13 @@ def test_data_that_is_none_is_refused(tmp_path: Path, call, error: type[Exceptio
 
 def test_validation_images_are_not_trained_on() -> None:
     try:
-        (pixels, classes), (held, held_classes), labels = images.read_labelled(None, 28)
+        (pixels, classes), (held_out, held_out_classes), labels = images.read_labelled(None, 28)
     except FileNotFoundError as error:
         pytest.skip(f"Fashion-MNIST is not on this machine: {error}")
     assert pixels.shape == (55_000, 28, 28)
-    assert held.shape == (5_000, 28, 28)
-    assert torch.equal(torch.cat([pixels, held]), images.read_fashion("train")[0]), "none is of the test set"
-    assert set(classes.tolist()) == set(held_classes.tolist()) == set(range(len(labels)))
+    assert held_out.shape == (5_000, 28, 28)
+    assert torch.equal(torch.cat([pixels, held_out]), images.read_fashion("train")[0]), "none is of the test set"
+    assert set(classes.tolist()) == set(held_out_classes.tolist()) == set(range(len(labels)))
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

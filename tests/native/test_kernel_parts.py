@@ -23,7 +23,7 @@ def same(t: Tensor) -> Tensor:
     return t.clone()
 
 
-def call(N: int, first: int, dtype: torch.dtype, held: Any, place: Any = same, **more: Any) -> dict[str, Any]:
+def call(N: int, first: int, dtype: torch.dtype, stored: Any, place: Any = same, **more: Any) -> dict[str, Any]:
     """Everything one call is given, each tensor put by `place`."""
     make = torch.Generator().manual_seed(N + first)
 
@@ -36,7 +36,7 @@ def call(N: int, first: int, dtype: torch.dtype, held: Any, place: Any = same, *
         D=D, V=V, scale=None, softcap=None, sinks=None,
     )  # fmt: skip
     angle = torch.arange(ROOM)[:, None] / 10 ** torch.linspace(0, 3, 7)
-    whole = held == "int8"
+    whole = stored == "int8"
     k = (
         torch.randint(-127, 128, (B, G, ROOM, D), generator=make)
         if whole
@@ -47,7 +47,7 @@ def call(N: int, first: int, dtype: torch.dtype, held: Any, place: Any = same, *
         if whole
         else torch.randn(B, G, ROOM, V, generator=make)
     )
-    kind = torch.int8 if whole else held
+    kind = torch.int8 if whole else stored
     given = {
         "parts": parts, "x": drawn(B, N, E), "cos": place(angle.cos()), "sin": place(angle.sin()),
         "k": place(k.to(kind)), "v": place(v.to(kind)), "first": first, "K": first + N, "real": None,
@@ -69,12 +69,12 @@ def run(given: dict[str, Any], isa: str = "", threads: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("held", [*TYPES, "int8"], ids=str)
+@pytest.mark.parametrize("stored", [*TYPES, "int8"], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("N", "first"), [(1, ROOM - 1), (1, 0), (5, 30), (33, ROOM - 33)])
-def test_nothing_beyond_a_tensor_is_touched(N: int, first: int, dtype: torch.dtype, held: Any, isa: str) -> None:
+def test_nothing_beyond_a_tensor_is_touched(N: int, first: int, dtype: torch.dtype, stored: Any, isa: str) -> None:
     memory = Guarded()
-    ours, plain = call(N, first, dtype, held, memory.copy), call(N, first, dtype, held)
+    ours, plain = call(N, first, dtype, stored, memory.copy), call(N, first, dtype, stored)
     before = plain["k"].clone()
     assert torch.equal(run(ours, isa), run(plain, isa))
     assert torch.equal(ours["k"], plain["k"])
@@ -127,7 +127,7 @@ def test_weights_may_lie_the_other_way_round(N: int, dtype: torch.dtype, isa: st
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=make).to(dtype)
 
-    E = 301  # more than one stretch of a sum, and no whole number of vectors
+    E = 301  # more than one stretch of a sum, and no multiple of a vector
     products = {
         "q": (drawn(H * D, E), drawn(H * D)),
         "k": (drawn(G * D, E), None),

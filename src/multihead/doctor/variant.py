@@ -123,7 +123,7 @@ class Specification:
         self.context = self.x if call.context is None else call.context.to(self.dtype)
         self.B, self.Q, self.K = call.sizes
         self._made: dict[tuple, Any] = {}
-        self._held: dict[str, Specification] = {}
+        self._others: dict[str, Specification] = {}
 
     def run(self, variant: Variant = RIGHT, columns: slice = ALL) -> Tensor:
         """The output, (B, Q, E), or some columns of it: most variants are seen to be wrong in a few."""
@@ -148,19 +148,19 @@ class Specification:
 
     def _across(self) -> "Specification":
         """The same call with batch and items taken for each other."""
-        if "across" not in self._held:
+        if "across" not in self._others:
             call = replace(self.call, x=self.call.x.transpose(0, 1))
-            self._held["across"] = Specification(self.weights, call, self.rounded or self.dtype)
-        return self._held["across"]
+            self._others["across"] = Specification(self.weights, call, self.rounded or self.dtype)
+        return self._others["across"]
 
     def _lower(self, name: str) -> "Specification":
         """The same call with everything in half precision, rounded after every operation."""
-        if name not in self._held:
+        if name not in self._others:
             call = replace(self.call, x=self._half(self.call.x, name))
             if call.context is not None:
                 call = replace(call, context=self._half(call.context, name))
-            self._held[name] = Specification(self.weights.to(HALVES[name]), call, HALVES[name], joined=True)
-        return self._held[name]
+            self._others[name] = Specification(self.weights.to(HALVES[name]), call, HALVES[name], joined=True)
+        return self._others[name]
 
     def _normed(self, t: Tensor, variant: Variant, place: str) -> Tensor:
         """A norm where the seven steps have none: `variant.normed` is "layer on x", "own 0 on merged heads", …."""

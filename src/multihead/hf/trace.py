@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multihead import steps
 from multihead.hf.interface import TRACERS
-from multihead.hf.watch import Layer, _attached, _find, attentions
+from multihead.hf.watch import Layer, attached, attentions, find
 from multihead.layer import MultiHeadAttention
 from multihead.layer.trace import STEPS, Trace
 from multihead.masks.intervals import Visible
@@ -45,7 +45,7 @@ def trace(model: nn.Module, layer: Layer, *, labels: Sequence[str] | None = None
     >>> t["q"].shape, t["weights"].shape, t["output"].shape
     (torch.Size([3, 4, 8]), torch.Size([4, 3, 3]), torch.Size([3, 32]))
     """
-    number, module = _find(model, layer)
+    number, module = find(model, layer)
     caught: dict[str, Any] = {}
 
     def before(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -57,22 +57,22 @@ def trace(model: nn.Module, layer: Layer, *, labels: Sequence[str] | None = None
         caught["output"] = result[0] if isinstance(result, tuple) else result
 
     def within(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: dict[str, Any], heads: Tensor) -> None:
-        caught["met"] = (q, k, v, visible, dict(options), heads)
+        caught["attention"] = (q, k, v, visible, dict(options), heads)
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
     try:
-        with _attached(module, TRACERS, within):
+        with attached(module, TRACERS, within):
             model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    if "met" not in caught:
+    if "attention" not in caught:
         raise ValueError(f"layer={layer!r} was not called on these inputs: expected inputs that reach it")
     return _put_together(model, list(attentions(model))[number], caught, labels)
 
 
 def _put_together(model: nn.Module, name: str, caught: dict[str, Any], labels: Sequence[str] | None) -> Trace:
-    q, k, v, visible, options, heads = caught["met"]
+    q, k, v, visible, options, heads = caught["attention"]
     x, context = caught["x"][0].float(), caught["context"]
     found = {"q_heads": q[0].float(), "k_heads": k[0].float(), "v_heads": v[0].float()}
 

@@ -39,7 +39,7 @@ def _uses_interface(cls: type) -> bool:
     return "forward" not in vars(cls) and any(_uses_interface(base) for base in cls.__bases__ if base is not nn.Module)
 
 
-def _find(model: nn.Module, layer: Layer) -> tuple[int, nn.Module]:
+def find(model: nn.Module, layer: Layer) -> tuple[int, nn.Module]:
     found = attentions(model)
     names, modules = list(found), list(found.values())
     if not modules:
@@ -60,7 +60,7 @@ def _find(model: nn.Module, layer: Layer) -> tuple[int, nn.Module]:
 
 
 @contextmanager
-def _attached(module: nn.Module, where: str, fn: Callable) -> Iterator[None]:
+def attached(module: nn.Module, where: str, fn: Callable) -> Iterator[None]:
     before = getattr(module, where, ())
     setattr(module, where, (*before, fn))
     try:
@@ -133,8 +133,8 @@ def watch(
 
     with ExitStack() as stack:
         for layer in wanted:
-            number, module = _find(model, layer)
-            stack.enter_context(_attached(module, WATCHERS, keep(number)))
+            number, module = find(model, layer)
+            stack.enter_context(attached(module, WATCHERS, keep(number)))
         yield seen
 
 
@@ -157,7 +157,7 @@ def patch(model: nn.Module, layer: Layer, fn: Callable[[Tensor], Tensor]) -> Ite
 @contextmanager
 def _edited(model: nn.Module, layer: Layer, fn: Callable[[Tensor, Visible], Tensor]) -> Iterator[None]:
     """As `patch`, with what each query sees."""
-    _, module = _find(model, layer)
+    _, module = find(model, layer)
 
     def edit(heads: Tensor, visible: Visible) -> Tensor:
         changed = fn(heads, visible)
@@ -166,7 +166,7 @@ def _edited(model: nn.Module, layer: Layer, fn: Callable[[Tensor, Visible], Tens
             raise ValueError(f"the patch of layer {layer!r} gave {what}: expected a tensor {tuple(heads.shape)}")
         return changed
 
-    with _attached(module, EDITS, edit):
+    with attached(module, EDITS, edit):
         yield
 
 

@@ -45,9 +45,9 @@ def marshal(call: Any, visible: Visible) -> "_native.Attention":
     """A call as the kernel reads it, inside an operator: torch has dealt with what is not eligible by then."""
     assert kernel.module is not None
     read = kernel.module.attention(call)
-    hidden = read if type(read) is tuple else read.see(visible)
-    if hidden is not None:
-        raise ValueError(hidden[0])
+    refused = read if type(read) is tuple else read.see(visible)
+    if refused is not None:
+        raise ValueError(refused[0])
     return read
 
 

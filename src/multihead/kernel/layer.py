@@ -126,7 +126,7 @@ def run(
         if not isinstance(mask, Visible):
             B, H, Q, K = read.sizes  # at run time: a layer may be sharded by heads
             mask = see(mask, Q, K, CPU, B, H) if frame is None else lower(mask, frame, B, H)
-        hidden = read.see(mask)
-        if hidden is not None:
-            return Reason(*hidden)
+        refused = read.see(mask)
+        if refused is not None:
+            return Reason(*refused)
     return read.put_out(x)

@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.Module):
         self.softcap, self.dropout = softcap, dropout
         self.scale = s.D**-0.5 if scale is None else scale
         self.taps: tuple[tuple[steps.Tap, Inside], ...] = ()  # of `edit` and `trace`
-        self._met: tuple[Visible, Mask | Tensor | None] | None = None  # for taps: what queries see, by which mask of x
+        self._visibility: tuple[Visible, Mask | Tensor | None] | None = None  # for taps: what is seen, by which mask
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -288,7 +288,7 @@ class MultiHeadAttention(nn.Module):
 
         visible = lower(as_mask(mask), frame, x.shape[0], q_heads.shape[1])
         if self.taps:
-            self._met = visible, mask if context is None and not isinstance(cache, ContextCache) else None
+            self._visibility = visible, mask if context is None and not isinstance(cache, ContextCache) else None
         return q_heads, k_heads, v_heads, visible
 
     def _keys_and_values(

@@ -23,7 +23,7 @@ def tapped(layer: MultiHeadAttention, tap: steps.Tap, inside: Inside = Inside.NO
         yield
     finally:  # this tap only: blocks that overlap may end in any order
         layer.taps = tuple(other for other in layer.taps if other[0] is not tap)
-        layer._met = None
+        layer._visibility = None
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def ablate(layer: MultiHeadAttention, heads: int | Sequence[int], with_: str | T
     check_heads([heads] if isinstance(heads, int) else heads, width // layer.sizes.D)
 
     def replaced(t: Tensor) -> Tensor:
-        visible, mask = layer._met or (None, None)
+        visible, mask = layer._visibility or (None, None)
         return fn(t, None if visible is None else real_queries(visible, _pads(mask)))
 
     with patch(layer, "heads", replaced):

@@ -98,8 +98,8 @@ def _turn(rope: RoPE, D: int, given: Tensor | None, first: int | Tensor, N: int)
             return Turn(*table, first, isinstance(first, Tensor), interleaved)
         positions = torch.arange(N, device=CPU) + (first[:, None] if isinstance(first, Tensor) else first)
     else:
-        whole = type(given) is Tensor and given.dtype in (torch.int64, torch.int32) and given.device == CPU
-        if not whole or given.shape[-1:] != (N,) or int(given.min()) < 0:
+        plain = type(given) is Tensor and given.dtype in (torch.int64, torch.int32) and given.device == CPU
+        if not plain or given.shape[-1:] != (N,) or int(given.min()) < 0:
             return None
         table = rope.table(D, int(given.max()) + 1, CPU)
         if table is not None:

@@ -11,7 +11,7 @@ const { faultOfRow, changedRows } = await load("lessons/masking.js");
 const { changedOutputs } = await load("lessons/several.js");
 const { faultOfGuess, patientLayer } = await load("lessons/patient.js");
 const { createProgress } = await load("lessons/progress.js");
-const { wholeNumber } = await load("lessons/parts.js");
+const { integerOf } = await load("lessons/parts.js");
 const { LESSONS } = await load("learn.js");
 
 const words = ["I", "love", "pepperoni", "pizza"];
@@ -74,7 +74,7 @@ test("shapes: each usual mistake has its reason", () => {
   assert.match(faultOfShape("w_o", [1024, 8, 128], [8, 128, 1024]), /other way/);
   assert.match(faultOfShape("w_o", [8, 128, 128], [8, 128, 1024]), /as wide as the model/);
   assert.match(faultOfShape("w_o", [8, null, 128], [8, 128, 1024]), /three integers/);
-  assert.deepEqual(["64", " 7 ", "6.5", "-3", "", "1e3"].map(wholeNumber), [64, 7, null, null, null, null]);
+  assert.deepEqual(["64", " 7 ", "6.5", "-3", "", "1e3"].map(integerOf), [64, 7, null, null, null, null]);
 });
 
 test("what a row may see, what the mask protects, what W_o spreads", () => {

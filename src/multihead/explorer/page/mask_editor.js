@@ -55,7 +55,7 @@ export function createMaskEditor(app) {
         const inputs = [...numbers.querySelectorAll("input[data-n]")];
         const given = inputs.flatMap((i) => i.value.split(",")).map((v) => v.trim()).filter((v) => v !== "").map(Number);
         if (given.some((v) => !Number.isInteger(v) || v < 0) || (key !== "causal" && given.length < labels.length)) {
-          note.textContent = "Whole numbers, please: 0 or more.";
+          note.textContent = "Integers, please: 0 or more.";
           return;
         }
         const causal = numbers.querySelector("input[type=checkbox]")?.checked ?? false;

@@ -27,7 +27,7 @@ export function question({ words, controls, check, done }) {
   };
 }
 
-/** A question whose answer is one whole number. `why` gives the reason for a wrong one.
+/** A question whose answer is one integer. `why` gives the reason for a wrong one.
  * @param {{label: string, words: (string | Node)[], right: () => number, why: (given: number) => string, praise: () => string, done: () => void}} given */
 export function numberQuestion({ label, words, right, why, praise, done }) {
   const field = el("input", { type: "text", inputmode: "numeric", autocomplete: "off", "aria-label": label, class: "short" });
@@ -35,8 +35,8 @@ export function numberQuestion({ label, words, right, why, praise, done }) {
     words,
     controls: [field],
     check: () => {
-      const given = wholeNumber(field.value);
-      if (given === null) return { right: false, says: "A whole number, please." };
+      const given = integerOf(field.value);
+      if (given === null) return { right: false, says: "An integer, please." };
       return given === right() ? { right: true, says: praise() } : { right: false, says: why(given) };
     },
     done,
@@ -45,7 +45,7 @@ export function numberQuestion({ label, words, right, why, praise, done }) {
 }
 
 /** @param {string} text */
-export function wholeNumber(text) {
+export function integerOf(text) {
   return /^\s*\d{1,9}\s*$/.test(text) ? Number(text) : null;
 }
 

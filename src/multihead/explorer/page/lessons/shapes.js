@@ -3,7 +3,7 @@
 import { el } from "../dom.js";
 import { shapeText } from "../tensor.js";
 import { SENTENCE, makeLayer, wordsOf } from "./layer.js";
-import { picture, question, sizeChoice, wholeNumber } from "./parts.js";
+import { picture, question, sizeChoice, integerOf } from "./parts.js";
 
 const NAMES = ["w_q", "w_k", "w_v", "w_o"];
 
@@ -37,7 +37,7 @@ export function shapesLesson(room) {
     controls: NAMES.map((name, m) => el("span", { class: "shape" }, el("code", { text: name.replace("w", "W") }), "(", fields[m][0], fields[m][1], fields[m][2], ")")),
     check: () => {
       for (const [m, name] of NAMES.entries()) {
-        const fault = faultOfShape(name, fields[m].map((f) => wholeNumber(f.value)), layer.known[name].shape);
+        const fault = faultOfShape(name, fields[m].map((f) => integerOf(f.value)), layer.known[name].shape);
         if (fault) return { right: false, says: fault };
       }
       return { right: true, says: `The live layer agrees: W_q, W_k and W_v are ${shapeText(layer.known.w_q.shape)}, W_o is ${shapeText(layer.known.w_o.shape)}. As many numbers in, as many out.` };
