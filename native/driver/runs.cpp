@@ -207,23 +207,9 @@ Results run_linear_of(const Case& the, const Isa& isa, int threads) {
   const Tensor &x = the.needed("x"), &weight = the.needed("w");
   const index rows = x.shape[0], inputs = x.shape[1], outputs = weight.shape[0];
   const Tensor y = unwritten(x.type, {rows, outputs});
-  const Linear linear{x.memory.data(),
-                      0,
-                      inputs,
-                      rows,
-                      rows,
-                      weight.memory.data(),
-                      inputs,
-                      the.needed("b").memory.data(),
-                      inputs,
-                      outputs,
-                      y.memory.data(),
-                      0,
-                      0,
-                      outputs,
-                      outputs,
-                      x.number(),
-                      weight.number()};
+  const Rows from{x.memory.data(), 0, inputs, 1, rows, inputs, x.number()};
+  const Projection p{weight.memory.data(), inputs, the.needed("b").memory.data()};
+  const Linear linear = linear_of(from, p, weight.number(), outputs, y.memory.data());
   run_linear(linear, isa, threads);
   return {{"y", y}};
 }

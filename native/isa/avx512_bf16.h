@@ -2,18 +2,14 @@
 // rounds each sum to nearest and takes denormal numbers, and gives them back, as 0.
 #pragma once
 
-#include "core/plan.h"
 #include "isa/avx512.h"
+#include "isa/pairs.h"
 
 namespace multihead {
 namespace {
 
-struct Bf16Pairs {
-  using A = Avx512;
-  using Half = std::uint16_t;
-  using Item = std::uint32_t;  // two numbers, the first in the lower half
-  using Vector = __m512i;      // not __m512bh: clang has it as numbers, and loses them where it does not optimise
-  using F = A::F;
+struct Bf16Pairs : PairsOf<Avx512> {
+  using Vector = __m512i;  // not __m512bh: clang has it as numbers, and loses them where it does not optimise
 
   static Vector load(const Item* p) { return _mm512_loadu_si512(p); }
   static Vector all(const Item* p) {  // rows of halves need not lie at multiples of four bytes
@@ -48,19 +44,8 @@ struct Bf16Pairs {
     return !_mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80));
   }
 
-  // Numbers that are not finite become 0.
-  static void clean(Item* items, index count) {
-    for (index i = 0; i < count; ++i) {
-      if ((items[i] & 0x7f80u) == 0x7f80u) items[i] &= 0xffff0000u;
-      if ((items[i] & 0x7f800000u) == 0x7f800000u) items[i] &= 0xffffu;
-    }
-  }
-
-  // As a reader of rows (see kernel/readers.inl): pairs along the width of a row, and values of two keys.
-  using Number = Half;
-  using Kept = Half;
+  // As a reader of rows (see kernel/readers.inl).
   using Column = Vector;
-  static constexpr int step = 2 * A::W, together = 2;
   static constexpr bool in_twos = true;
 
   static Vector load(const Number* p) { return _mm512_loadu_si512(p); }
@@ -86,13 +71,6 @@ struct Bf16Pairs {
   static void keep(const float* from, index count, Kept* to) {
     for (index i = 0; i < count; i += A::W)
       _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
-  }
-  static bool special(Number x) { return (x & 0x7f80) == 0x7f80; }
-  static float number(Number x) {
-    const std::uint32_t bits = std::uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
   }
 
  private:

@@ -2,18 +2,14 @@
 // It rounds the sum of a pair, and then the whole, to odd, and takes denormal numbers, and gives them back, as 0.
 #pragma once
 
-#include "core/plan.h"
 #include "isa/neon.h"
+#include "isa/pairs.h"
 
 namespace multihead {
 namespace {
 
-struct NeonPairs {
-  using A = Neon;
-  using Half = std::uint16_t;
-  using Item = std::uint32_t;  // two numbers, the first in the lower half
+struct NeonPairs : PairsOf<Neon> {
   using Vector = bfloat16x8_t;
-  using F = A::F;
 
   static Vector load(const Item* p) { return load(reinterpret_cast<const Half*>(p)); }
   static Vector all(const Item* p) {  // rows of halves need not lie at multiples of four bytes
@@ -44,19 +40,8 @@ struct NeonPairs {
     return vmaxvq_u16(largest) < 0x7f80;
   }
 
-  // Numbers that are not finite become 0.
-  static void clean(Item* items, index count) {
-    for (index i = 0; i < count; ++i) {
-      if ((items[i] & 0x7f80u) == 0x7f80u) items[i] &= 0xffff0000u;
-      if ((items[i] & 0x7f800000u) == 0x7f800000u) items[i] &= 0xffffu;
-    }
-  }
-
-  // As a reader of rows (see kernel/readers.inl): pairs along the width of a row, and values of two keys.
-  using Number = Half;
-  using Kept = Half;
+  // As a reader of rows (see kernel/readers.inl).
   using Column = Vector;
-  static constexpr int step = 2 * A::W, together = 2;
   static constexpr bool in_twos = false;
 
   static Vector load(const Number* p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
@@ -76,13 +61,6 @@ struct NeonPairs {
   static Vector weight(const Kept* p) { return all(reinterpret_cast<const Item*>(p)); }
   static void keep(const float* from, index count, Kept* to) {
     for (index i = 0; i < count; i += A::W) vst1_u16(to + i, rounded(vld1q_f32(from + i)));
-  }
-  static bool special(Number x) { return (x & 0x7f80) == 0x7f80; }
-  static float number(Number x) {
-    const std::uint32_t bits = std::uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
   }
 
  private:

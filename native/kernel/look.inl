@@ -179,13 +179,9 @@ class Look {
       }
   }
 
-  // Where a stretch of keys ends whose weights are added up as they are, before the sum goes to a double: equal weights
-  // are rounded alike, and a long sum of them drifts.
-  static index part_end(index key, index i, index count) {
-    constexpr index stretch = 16;
-    const index end = (key + i) / stretch * stretch + stretch - key;
-    return end < count ? end : count;
-  }
+  // Keys whose weights are added up as they are, before the sum goes to a double: equal weights are rounded alike, and
+  // a long sum of them drifts.
+  static constexpr index added_keys = 16;
 
   // Adds a tile of weights to the bins that have some of it.
   template <int NR, bool Largest>
@@ -204,7 +200,7 @@ class Look {
       for (index i = from - key; i < to - key;) {
         F found[NR];
         for (int c = 0; c < NR; ++c) found[c] = F{};  // no weight is less
-        for (const index end = Largest ? to - key : part_end(key, i, to - key); i < end; ++i)
+        for (const index end = Largest ? to - key : stretch_end<added_keys>(key, i, to - key); i < end; ++i)
 #pragma GCC unroll 4
           for (int c = 0; c < NR; ++c) {
             const F weight = A::load(scores + (i * NR + c) * W);

@@ -10,13 +10,7 @@
 namespace multihead {
 namespace {
 
-// Where a stretch of keys ends that is summed by itself, from the i-th of `count` on that start at `key`: short sums
-// first, and then their sum, round less. Ends lie at fixed keys, so that the order of a sum is the same for any tile.
-inline index stretch_end(index key, index i, index count) {
-  constexpr index stretch = 32;
-  const index end = (key + i) / stretch * stretch + stretch - key;
-  return end < count ? end : count;
-}
+constexpr index summed_keys = 32;  // that are summed by themselves: short sums first, and then their sum, round less
 
 // Adds up a tile: the sum of weights 2^((score - from) * unit), which take the place of the scores. If `Spread`, also
 // of weight * log2(weight).
@@ -31,7 +25,7 @@ inline __attribute__((always_inline)) void add_up(index key, index count, typena
     F part[NR], wide[NR];
 #pragma GCC unroll 4
     for (int c = 0; c < NR; ++c) part[c] = wide[c] = F{};
-    for (const index end = stretch_end(key, i, count); i < end; ++i) {
+    for (const index end = stretch_end<summed_keys>(key, i, count); i < end; ++i) {
 #pragma GCC unroll 4
       for (int c = 0; c < NR; ++c) {
         typename A::T* at = scores + (i * NR + c) * A::W;
@@ -104,7 +98,7 @@ struct Observer {
       F sum = F{}, wide = F{};
       for (index i = 0; i < count;) {
         F part = F{}, part_wide = F{};
-        for (const index end = stretch_end(key, i, count); i < end; ++i) {
+        for (const index end = stretch_end<summed_keys>(key, i, count); i < end; ++i) {
           const index at = (i * NR + c) * W;
           const F below = A::load(scores + at) - top;
           F weight = weight_of(below), product = weight * weight_of.power(below);

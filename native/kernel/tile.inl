@@ -43,6 +43,14 @@ struct KeyRange {
   }
 };
 
+// Where a stretch of keys ends that is summed by itself, from the i-th of `count` on that start at `key`. Ends lie at
+// fixed keys, so that the order of a sum is the same for any tile.
+template <index stretch>
+index stretch_end(index key, index i, index count) {
+  const index end = (key + i) / stretch * stretch + stretch - key;
+  return end < count ? end : count;
+}
+
 // Rows so many bytes apart share few sets of the cache.
 constexpr index far_apart = 2048;
 

@@ -24,15 +24,6 @@ struct Parts {
   bool recalls;  // keys and values are there already: k and v are not looked at
 };
 
-// Rows (N, width) or (B, N, width).
-bool tokens(Reader& reader, nb::handle given, const char* name, Tensor& t) {
-  if (!reader.tensor(given, name, t)) return false;
-  if (!multiplied(t.number)) return reader.refuse(std::string(name) + " is not float32, bfloat16 or float16");
-  if ((t.axes != 2 && t.axes != 3) || t.count() < 1)
-    return reader.refuse(std::string(name) + " is not rows, or has none");
-  return t.contiguous_from(t.axes - 1) || reader.refuse(std::string(name) + " is not contiguous along its rows");
-}
-
 bool is_pair(nb::handle given) { return PyTuple_Check(given.ptr()) && PyTuple_GET_SIZE(given.ptr()) == 2; }
 
 bool tensors_of(Reader& reader, nb::handle part, const char* name, PyObject*& weight, PyObject*& bias) {

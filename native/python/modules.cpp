@@ -11,14 +11,6 @@ namespace nb = nanobind;
 namespace multihead {
 namespace {
 
-// Rows (N, width) or (B, N, width).
-bool rows(Reader& reader, nb::handle given, Tensor& t) {
-  if (!reader.tensor(given, "x", t)) return false;
-  if (!multiplied(t.number) || (t.axes != 2 && t.axes != 3) || t.count() < 1)
-    return reader.refuse("x is not rows of float32, bfloat16 or float16, or has none");
-  return t.contiguous_from(t.axes - 1) || reader.refuse("x is not contiguous along its rows");
-}
-
 bool product(Reader& reader, nb::handle module, const char* name, index inputs, Number number, Projection& to,
              index& outputs) {
   PyObject *weight, *bias;
@@ -32,7 +24,7 @@ bool product(Reader& reader, nb::handle module, const char* name, index inputs, 
 
 bool feed_forward(Reader& reader, const Gated& of, nb::handle x, Mlp& to) {
   Tensor from;
-  if (!rows(reader, x, from)) return false;
+  if (!tokens(reader, x, "x", from)) return false;
   const bool batched = from.axes == 3;
   const int row = from.axes - 2;
   to.type = static_cast<Type>(from.number);
@@ -54,12 +46,6 @@ bool feed_forward(Reader& reader, const Gated& of, nb::handle x, Mlp& to) {
   return product(reader, of.down, "down", to.width, from.number, to.down, to.outputs);
 }
 
-void require(const Reader& reader, const Tensor& t, Type type, index count, const char* name) {
-  if (!reader.reason.says.empty()) throw nb::value_error(reader.reason.says.c_str());
-  if (t.number == static_cast<Number>(type) && t.count() == count && t.contiguous_from(0)) return;
-  throw nb::value_error((std::string(name) + " is not of the shape, dtype or layout that is expected").c_str());
-}
-
 }  // namespace
 
 nb::object read_feed_forward(const Gated& of, nb::handle x, bool gradients) {
@@ -72,21 +58,17 @@ nb::object read_feed_forward(const Gated& of, nb::handle x, bool gradients) {
 
 void run_feed_forward(FeedForwardCall& call, nb::handle y, nb::handle middle, int threads, const std::string& isa) {
   Mlp mlp = call.mlp;
-  Reader reader(false, true);
-  Tensor to, room;
-  if (reader.tensor(y, "y", to)) reader.tensor(middle, "middle", room);
-  require(reader, to, mlp.type, mlp.rows * mlp.outputs, "y");
-  require(reader, room, mlp.type, mlp.rows * 2 * mlp.width, "middle");
-  mlp.y = to.data, mlp.middle = room.data;
+  mlp.y = room(y, "y", mlp.type, mlp.rows * mlp.outputs);
+  mlp.middle = room(middle, "middle", mlp.type, mlp.rows * 2 * mlp.width);
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   run_mlp(mlp, chosen, threads);
 }
 
 nb::object norm_rows(nb::handle x, nb::handle weight, double eps, nb::handle y, bool gradients, int threads) {
-  Reader reader(gradients), made(false, true);
-  Tensor from, factors, to;
-  if (!rows(reader, x, from) || !reader.floating(weight, "the norm's weight", Number::f32, factors))
+  Reader reader(gradients);
+  Tensor from, factors;
+  if (!tokens(reader, x, "x", from) || !reader.floating(weight, "the norm's weight", Number::f32, factors))
     return as_tuple(reader.reason);
   const int row = from.axes - 2;
   const index width = from.shape[row + 1], N = from.shape[row];
@@ -95,11 +77,9 @@ nb::object norm_rows(nb::handle x, nb::handle weight, double eps, nb::handle y, 
     return as_tuple(reader.reason);
   }
   const Type type = static_cast<Type>(from.number);
-  made.tensor(y, "y", to);
-  require(made, to, type, from.count(), "y");
   Heads heads;
   heads.from = {from.data, row ? from.strides[0] : 0, 0, from.strides[row]};
-  heads.to = {to.data, N * width, 0, width};
+  heads.to = {room(y, "y", type, from.count()), N * width, 0, width};
   heads.from_type = heads.to_type = type;
   heads.heads = 1, heads.N = N, heads.width = width;
   heads.norm = {true, static_cast<const float*>(factors.data), eps};

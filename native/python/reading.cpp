@@ -21,6 +21,13 @@ bool number(Reader& reader, nb::handle given, const char* name, double& to) {
   return std::isfinite(to) || reader.refuse(std::string(name) + " is not finite");
 }
 
+bool tokens(Reader& reader, nb::handle given, const char* name, Tensor& t) {
+  if (!reader.tensor(given, name, t)) return false;
+  if (!multiplied(t.number) || (t.axes != 2 && t.axes != 3) || t.count() < 1)
+    return reader.refuse(std::string(name) + " is not rows of float32, bfloat16 or float16, or has none");
+  return t.contiguous_from(t.axes - 1) || reader.refuse(std::string(name) + " is not contiguous along its rows");
+}
+
 bool options(Reader& reader, nb::handle scale, nb::handle softcap, const index D, Plan& plan) {
   plan.scale = std::pow(static_cast<double>(D), -0.5);
   if (!scale.is_none() && !number(reader, scale, "scale", plan.scale)) return false;
@@ -56,6 +63,20 @@ bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, 
     return reader.refuse("a projection's bias is not numbers of the weight's dtype that fit, one behind the other");
   to.bias = shift.data;
   return true;
+}
+
+void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+void refuse_form(const char* name) {
+  refuse(std::string(name) + " is not of the shape, dtype or layout that is expected");
+}
+
+void* room(nb::handle given, const char* name, Type type, index count) {
+  Reader reader(false, true);
+  Tensor t;
+  if (!reader.tensor(given, name, t)) refuse(reader.reason.says);
+  if (t.number != static_cast<Number>(type) || t.count() != count || !t.contiguous_from(0)) refuse_form(name);
+  return t.data;
 }
 
 }  // namespace multihead

@@ -39,8 +39,18 @@ bool sinks(Reader& reader, nanobind::handle given, Plan& plan);
 // Whether numbers are float32 or half precision, which is what products are made for.
 inline bool multiplied(Number number) { return number <= Number::f16 && number != Number::f64; }
 
+// Rows (N, width) or (B, N, width) that products are made for.
+bool tokens(Reader& reader, nanobind::handle given, const char* name, Tensor& t);
+
 // The weight (outputs, inputs) and the bias, or null, of a product.
 bool projection(Reader& reader, PyObject* weight, PyObject* bias, index inputs, Projection& to, Tensor& matrix,
                 bool turned = false);
+
+// Where a tensor lies that is to be written to, contiguous, of this type and so many numbers. An error where it is not.
+void* room(nanobind::handle given, const char* name, Type type, index count);
+
+[[noreturn]] void refuse(const std::string& message);
+
+[[noreturn]] void refuse_form(const char* name);
 
 }  // namespace multihead

@@ -3,7 +3,7 @@
 #include <initializer_list>
 
 #include "core/dispatch.h"
-#include "python/calls.h"
+#include "python/reading.h"
 #include "python/watchers.h"
 #include "run/attend.h"
 #include "run/backward.h"
@@ -14,8 +14,6 @@ namespace nb = nanobind;
 namespace multihead {
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
-
 // A tensor to write to: of this shape and dtype, and contiguous from `axis` on. `given` to read from, likewise.
 Tensor fitting(nb::handle object, const char* name, std::initializer_list<index> shape, Number number, int axis) {
   Reader reader(false, true);
@@ -23,7 +21,7 @@ Tensor fitting(nb::handle object, const char* name, std::initializer_list<index>
   if (!reader.tensor(object, name, t)) refuse(reader.reason.says);
   const bool fits = t.number == number && t.axes == static_cast<int>(shape.size()) &&
                     std::equal(shape.begin(), shape.end(), t.shape) && (t.count() == 0 || t.contiguous_from(axis));
-  if (!fits) refuse(std::string(name) + " is not of the shape, dtype or layout that is expected");
+  if (!fits) refuse_form(name);
   return t;
 }
 
@@ -147,14 +145,8 @@ void run_look(AttentionCall& call, int threads, const std::string& isa, const nb
 void run_whole_layer(LayerCall& call, nb::handle y, int threads, const std::string& isa) {
   Layer layer = call.layer;
   const Sizes& s = layer.plan.sizes;
-  Reader reader(false, true);
-  Tensor t;
-  if (!reader.tensor(y, "y", t)) refuse(reader.reason.says);
-  if (t.number != static_cast<Number>(layer.plan.type) || t.count() != s.B * s.Q * layer.outputs ||
-      !t.contiguous_from(0))
-    refuse("y is not of the shape, dtype or layout that is expected");
+  layer.y = room(y, "y", layer.plan.type, s.B * s.Q * layer.outputs);
   if (s.K < 1) refuse("the keys and values of the call are missing");
-  layer.y = t.data;
   const auto numbers = [](const std::vector<std::int64_t>& of) { return of.empty() ? nullptr : of.data(); };
   layer.q_rotation.positions = numbers(call.q_positions), layer.k_rotation.positions = numbers(call.k_positions);
   layer.store.firsts = numbers(call.firsts), layer.store.real = numbers(call.real);
@@ -171,13 +163,7 @@ nb::object put_out(LayerCall& call, nb::handle x) {
 
 void run_product(LinearCall& call, nb::handle y, int threads, const std::string& isa) {
   Linear linear = call.linear;
-  Reader reader(false, true);
-  Tensor t;
-  if (!reader.tensor(y, "y", t)) refuse(reader.reason.says);
-  if (t.number != static_cast<Number>(linear.x_type) || t.count() != linear.rows * linear.outputs ||
-      !t.contiguous_from(0))
-    refuse("y is not of the shape, dtype or layout that is expected");
-  linear.y = t.data;
+  linear.y = room(y, "y", linear.x_type, linear.rows * linear.outputs);
   const Isa& chosen = choose(isa);
   nb::gil_scoped_release release;
   run_linear(linear, chosen, threads);

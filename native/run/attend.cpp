@@ -4,7 +4,7 @@
 #include <new>
 #include <vector>
 
-#include "core/threads.h"
+#include "run/tasks.h"
 
 namespace multihead {
 namespace {
@@ -18,13 +18,13 @@ struct Run {
   index splits = 1;
 };
 
-void run_tasks(const void* context, index from, index to, void* scratch) {
+void run_some(const void* context, index from, index to, void* scratch) {
   const Run& run = *static_cast<const Run*>(context);
   const auto step = run.few ? run.kernels->attend_few : run.kernels->attend_block;
   for (index i = from; i < to; ++i) step(*run.plan, run.tasks[i], scratch);
 }
 
-void merge_tasks(const void* context, index from, index to, void*) {
+void merge_some(const void* context, index from, index to, void*) {
   const Run& run = *static_cast<const Run*>(context);
   for (index i = from; i < to; ++i) run.kernels->merge(*run.plan, run.tasks[i], run.parts + i * run.splits, run.splits);
 }
@@ -97,10 +97,9 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
   if (work < worth_waking) threads = 1;
 
   const bool whole = plan.statistics.wanted() || plan.weights.data;  // kept per row, and not merged
-  const bool half = plan.type == Type::bf16 && plan.kv_type == Type::bf16 && isa.bf16;
   // Fewer rows do not pay for turning the keys round.
   const bool bytes = plan.kv_type == Type::i8 && isa.bytes && !whole && s.V > 0 && rows > 2 && rows <= isa.bytes->few;
-  const Kernels& kernels = bytes ? *isa.bytes : half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
+  const Kernels& kernels = bytes ? *isa.bytes : kernels_for(plan, isa);
   // Without values this is a pass over scores, which later passes must find again to the last bit: no other order then.
   const bool few = !whole && s.V > 0 && rows <= kernels.few;
   const index most = kernels.block_rows(s), lanes = kernels.lanes;
@@ -118,7 +117,7 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
         tasks.push_back({pair / s.G, pair % s.G, row, std::min(block, rows - row), 0, s.K, nullptr});
     if (threads > 1) longest_first(plan, tasks);
     link(tasks);
-    run(threads, static_cast<index>(tasks.size()), scratch, run_tasks, {&plan, &kernels, tasks.data(), few});
+    run(threads, static_cast<index>(tasks.size()), scratch, run_some, {&plan, &kernels, tasks.data(), few});
     return;
   }
 
@@ -147,10 +146,10 @@ void attend(const Plan& plan, const Isa& isa, int threads) {
     }
     link(tasks);
     Run context{&plan, &kernels, tasks.data(), few};
-    run(threads, static_cast<index>(tasks.size()), scratch, run_tasks, context);
+    run(threads, static_cast<index>(tasks.size()), scratch, run_some, context);
     context.tasks = merged.data(), context.parts = parts.data(), context.splits = splits;
     const index merges = static_cast<index>(merged.size());
-    run(double(merges) * splits * s.V < worth_waking ? 1 : threads, merges, 0, merge_tasks, context);
+    run(double(merges) * splits * s.V < worth_waking ? 1 : threads, merges, 0, merge_some, context);
   }
 }
 

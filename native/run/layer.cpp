@@ -136,21 +136,6 @@ const Kernels& kernels_of(const Isa& isa, Type x, Type weight, bool turned = fal
   return isa.bf16 && x == Type::bf16 && weight == Type::bf16 && !turned ? *isa.bf16 : *isa.f32;
 }
 
-// The rows that a product reads, (B, N, width), as they lie.
-struct Rows {
-  const void* data;
-  index batch, row, B, N, width;
-  Type type;
-
-  index count() const { return B * N; }
-};
-
-// y (B, N, outputs), contiguous.
-Linear linear_of(const Rows& x, const Projection& p, Type weights, index outputs, void* y) {
-  return {x.data,  x.batch, x.row,         x.N, x.count(), p.weight, p.row,  p.bias,  x.width,
-          outputs, y,       x.N * outputs, 0,   outputs,   outputs,  x.type, weights, p.column};
-}
-
 // y in heads, where `view` says: side by side, or of many rows anywhere.
 Linear heads_at(const Rows& x, const Projection& p, Type weights, index heads, index width, const View& view) {
   Linear linear = linear_of(x, p, weights, heads * width, view.data);
@@ -205,6 +190,17 @@ void prepare(const Isa& isa, std::initializer_list<Heads> all, index tokens, int
 }
 
 }  // namespace
+
+Linear linear_of(const Rows& x, const Projection& p, Type weights, index outputs, void* y) {
+  Linear linear{};
+  linear.x = x.data, linear.x_type = x.type;
+  linear.x_batch = x.batch, linear.x_row = x.row, linear.batch_rows = x.N, linear.rows = x.count();
+  linear.weight = p.weight, linear.weight_row = p.row, linear.weight_column = p.column;
+  linear.bias = p.bias, linear.type = weights;
+  linear.inputs = x.width, linear.outputs = outputs;
+  linear.y = y, linear.y_batch = x.N * outputs, linear.y_row = outputs, linear.y_width = outputs;
+  return linear;
+}
 
 void run_linear(const Linear& linear, const Isa& isa, int threads) {
   const Kernels& kernels = kernels_of(isa, linear.x_type, linear.type);

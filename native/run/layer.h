@@ -12,6 +12,18 @@ struct Projection {
   index column = 1;            // other than 1: outputs lie side by side, inputs so many numbers apart
 };
 
+// The rows that a product reads, (B, N, width), as they lie.
+struct Rows {
+  const void* data;
+  index batch, row, B, N, width;
+  Type type;
+
+  index count() const { return B * N; }
+};
+
+// x W^T + b into y (B, N, outputs), contiguous; its weights are of the type `weights`.
+Linear linear_of(const Rows& x, const Projection& p, Type weights, index outputs, void* y);
+
 // Keys and values of earlier tokens, (B, G, room, width), which those of this call join: token n of batch row b as row
 // n + first. Rows beyond are not read, and nothing is written before them.
 struct Store {

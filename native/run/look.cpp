@@ -1,31 +1,12 @@
 #include "run/look.h"
 
 #include <algorithm>
-#include <new>
 #include <vector>
 
-#include "core/threads.h"
+#include "run/tasks.h"
 
 namespace multihead {
 namespace {
-
-using Step = void (*)(const Recompute&, const Task&, void*);
-
-struct Run {
-  const Recompute* recompute;
-  Step step;
-  const Task* tasks;
-};
-
-void run_tasks(const void* context, index from, index to, void* scratch) {
-  const Run& run = *static_cast<const Run*>(context);
-  for (index i = from; i < to; ++i) run.step(*run.recompute, run.tasks[i], scratch);
-}
-
-void run_all(const Recompute& recompute, Step step, const std::vector<Task>& tasks, index scratch, int threads) {
-  const Run context{&recompute, step, tasks.data()};
-  if (!parallel_run(threads, static_cast<index>(tasks.size()), scratch, run_tasks, &context)) throw std::bad_alloc();
-}
 
 // Blocks of rows, the last ones first: under a causal mask they see most. No weight depends on another, so that few
 // rows are parted by keys to occupy every thread.
@@ -69,24 +50,23 @@ std::vector<Task> runs_of_bins(const Recompute& recompute, index block, index& m
 void look(const Recompute& recompute, const Isa& isa, int threads) {
   const Plan& plan = recompute.plan;
   const Sizes& s = plan.sizes;
-  const bool half = plan.type == Type::bf16 && plan.kv_type == Type::bf16 && isa.bf16;
-  const Kernels& kernels = half ? *isa.bf16 : plan.type == Type::f64 ? *isa.f64 : *isa.f32;
+  const Kernels& kernels = kernels_for(plan, isa);
   if (s.B * s.G == 0 || s.rows() == 0 || s.K == 0) return;
   if (double(s.B) * s.H * s.Q * s.K * (s.D + 1) < 2e5) threads = 1;
   const index block = kernels.block_rows(s);
   if (recompute.weights.data)
-    run_all(recompute, kernels.look_weights, blocks(s, block, threads), kernels.look_scratch(recompute, 0), threads);
+    run_tasks(recompute, kernels.look_weights, blocks(s, block, threads), kernels.look_scratch(recompute, 0), threads);
   if (recompute.map) {
     index most;
     const std::vector<Task> tasks = runs_of_bins(recompute, block, most);
-    run_all(recompute, kernels.look_map, tasks, kernels.look_scratch(recompute, most), threads);
+    run_tasks(recompute, kernels.look_map, tasks, kernels.look_scratch(recompute, most), threads);
   }
   if (recompute.received) {
     std::vector<Task> tasks;
     for (index pair = 0; pair < s.B * s.G; ++pair)
       for (index key = 0; key < s.K; key += block)
         tasks.push_back({pair / s.G, pair % s.G, 0, s.rows(), key, std::min(block, s.K - key), nullptr});
-    run_all(recompute, kernels.received, tasks, kernels.received_scratch(recompute), threads);
+    run_tasks(recompute, kernels.received, tasks, kernels.received_scratch(recompute), threads);
   }
 }
 

@@ -19,14 +19,14 @@ struct Run {
 void run_mlp(const Mlp& mlp, const Isa& isa, int threads) {
   const index size = bytes(mlp.type), row = 2 * mlp.width;
   auto* middle = static_cast<char*>(mlp.middle);
-  const auto product = [&](const Projection& p, index outputs, void* y, index y_row) {
-    Linear linear{mlp.x, mlp.x_batch, mlp.x_row,  mlp.batch_rows, mlp.rows, p.weight,
-                  p.row, p.bias,      mlp.inputs, outputs,        y,        mlp.batch_rows * y_row,
-                  0,     y_row,       outputs,    mlp.type,       mlp.type};
+  const index N = mlp.batch_rows, B = mlp.rows / N;
+  const Rows x{mlp.x, mlp.x_batch, mlp.x_row, B, N, mlp.inputs, mlp.type};
+  const auto half = [&](const Projection& p, void* y) {  // of the rows of `middle`
+    Linear linear = linear_of(x, p, mlp.type, mlp.width, y);
+    linear.y_batch = N * row, linear.y_row = row;
     return linear;
   };
-  run_pair(product(mlp.gate, mlp.width, middle, row), product(mlp.up, mlp.width, middle + mlp.width * size, row), isa,
-           threads);
+  run_pair(half(mlp.gate, middle), half(mlp.up, middle + mlp.width * size), isa, threads);
   const Run run{isa.f32, {middle, middle + mlp.width * size, row, middle, row, mlp.width, mlp.type, mlp.tanh}};
   const auto gate = [](const void* context, index from, index to, void* scratch) {
     const Run& of = *static_cast<const Run*>(context);
@@ -34,9 +34,8 @@ void run_mlp(const Mlp& mlp, const Isa& isa, int threads) {
   };
   const index scratch = 2 * (mlp.width + 64) * static_cast<index>(sizeof(float));
   if (!parallel_run(mlp.rows <= few_rows ? 1 : threads, mlp.rows, scratch, gate, &run)) throw std::bad_alloc();
-  Linear down = product(mlp.down, mlp.outputs, mlp.y, mlp.outputs);
-  down.x = middle, down.x_batch = mlp.batch_rows * row, down.x_row = row, down.inputs = mlp.width;
-  run_linear(down, isa, threads);
+  const Rows gated{middle, N * row, row, B, N, mlp.width, mlp.type};
+  run_linear(linear_of(gated, mlp.down, mlp.type, mlp.outputs, mlp.y), isa, threads);
 }
 
 }  // namespace multihead
