@@ -90,6 +90,15 @@ def test_every_room_has_its_place() -> None:
     assert {room(name) for name in MODULES} == set(RANK)
 
 
+def test_the_drawings_have_the_rooms_in_their_order() -> None:
+    lines = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("```\n")[1].splitlines()
+    drawn = " ".join(re.split(r" {3,}", line.strip())[0] for line in lines)
+    picture = (ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8")
+    rooms = [room for room in ROOMS if room and not room.startswith("_")]
+    assert drawn.split() == rooms
+    assert " ".join(re.findall(r'class="name"[^>]*>([a-z ]+)<', picture)).split() == rooms
+
+
 def test_nothing_imports_upwards() -> None:
     for path in SOURCE.rglob("*.py"):
         name = module_name(path)
