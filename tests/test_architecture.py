@@ -18,11 +18,12 @@ CORE = [path for path in sorted((ROOT / "native").rglob("*.*")) if path.suffix i
 # A room may import from the rooms above it, and its own files from each other, without a circle.
 ROOMS = [
     "sizes",
+    "tensors",
     "files",
-    "draw",
-    "masks",
     "positions",
     "steps",
+    "draw",
+    "masks",
     "call",
     "_native",
     "kernel",

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from multihead.masks import Mask, Window
 from multihead.masks.intervals import Frame
-from multihead.sizes import Sizes, describe, holds_integers, require_int
+from multihead.sizes import Sizes, describe, require_int
+from multihead.tensors import holds_integers
 
 _T = TypeVar("_T")
 

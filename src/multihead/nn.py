@@ -20,8 +20,9 @@ from multihead.call import Reason
 from multihead.kernel.linear import linear, project
 from multihead.lens import attend_with_weights, look
 from multihead.masks import Allowed, Causal, Mask, Padding, check_broadcast, lower
-from multihead.masks.intervals import Frame, Visible, inside_torch_func, readable, require_storage
+from multihead.masks.intervals import Frame, Visible
 from multihead.sizes import describe
+from multihead.tensors import inside_torch_func, readable, require_storage
 
 AT_ONCE = 2**22  # weights held at once where their mean over heads is wanted
 

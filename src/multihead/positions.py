@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from multihead.sizes import holds_integers
+from multihead.tensors import holds_integers
 
 Device = torch.device | str | None
 Length = int | Int[Tensor, "*B"] | None

@@ -100,10 +100,6 @@ class Row:
     flops: int = 0
 
 
-def holds_integers(t: Tensor) -> bool:
-    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
-
-
 def check_numbers(scale: float | None, softcap: float | None, dropout: float) -> None:
     """Refuse what would turn every score into NaN, or lose a gradient: a scale that is a tensor."""
     for name, value in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):

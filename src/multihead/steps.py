@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from multihead.masks.intervals import readable
+from multihead.tensors import readable
 
 Tap = Callable[[str, Tensor], Tensor]  # is shown each intermediate by its trace name, and may give back another
 

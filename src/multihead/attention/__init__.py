@@ -25,8 +25,9 @@ from multihead.kernel import attend as by_kernel
 from multihead.kernel import eligible, statistics
 from multihead.kernel.backend import Native
 from multihead.masks import Allowed, Joined, Mask, check_broadcast, see
-from multihead.masks.intervals import Visible, require_storage
+from multihead.masks.intervals import Visible
 from multihead.sizes import check_attend, check_floating, check_numbers, describe
+from multihead.tensors import require_storage
 
 if TYPE_CHECKING:
     from multihead import _native

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from multihead.attention.sdpa import once, poison
 from multihead.call import Call
-from multihead.masks.intervals import Visible, inside_torch_func
+from multihead.masks.intervals import Visible
 from multihead.steps import known_finite, only_finite
+from multihead.tensors import inside_torch_func
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from multihead.call import Call
-from multihead.masks.intervals import inside_torch_func, readable
 from multihead.steps import known_finite, only_finite, repeat_heads
+from multihead.tensors import inside_torch_func, readable
 
 FEW_KEYS = 64  # more than any CPU's vector has lanes: below that torch's CPU kernel may lose a NaN
 BLOCK = 512  # queries, and keys, in a tile of the log-sum-exp pass

@@ -12,7 +12,8 @@ from torch import Tensor
 from multihead.call import without_autocast
 from multihead.lens import Lens
 from multihead.lens.region import At
-from multihead.sizes import describe, holds_integers
+from multihead.sizes import describe
+from multihead.tensors import holds_integers
 
 
 def distance(lens: Lens, positions: Tensor | None = None) -> Tensor:

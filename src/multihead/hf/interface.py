@@ -15,7 +15,8 @@ from multihead.attention import attend
 from multihead.hf.masks import IntervalMask
 from multihead.lens import Lens, attend_with_weights, look
 from multihead.masks import Allowed, Causal, Documents, Mask, Window, check_broadcast, lower
-from multihead.masks.intervals import Frame, Ramp, Visible, require_storage
+from multihead.masks.intervals import Frame, Ramp, Visible
+from multihead.tensors import require_storage
 
 NAME = "multihead"
 NEUTRAL = {  # says nothing about attention, or what the mask and the other arguments say too

@@ -19,8 +19,9 @@ from torch.nn.modules import module as hooks
 from multihead import kernel
 from multihead.call import Arguments, Call, Reason
 from multihead.masks import Mask, see
-from multihead.masks.intervals import Ramp, Visible, inside_torch_func
+from multihead.masks.intervals import Ramp, Visible
 from multihead.positions import RoPE
+from multihead.tensors import inside_torch_func
 
 if TYPE_CHECKING:
     from multihead import _native

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from multihead.cache import Cache, ContextCache
 from multihead.call import under_autocast
 from multihead.masks import check_broadcast
-from multihead.masks.intervals import inside_torch_func, readable
-from multihead.sizes import Sizes, check_floating, describe, holds_integers
+from multihead.sizes import Sizes, check_floating, describe
+from multihead.tensors import holds_integers, inside_torch_func, readable
 
 
 def check_call(

@@ -6,7 +6,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from multihead.sizes import describe, holds_integers, require_int
+from multihead.sizes import describe, require_int
+from multihead.tensors import holds_integers
 
 Selection = int | slice | range | Sequence[int] | Tensor | None
 Chosen = slice | Tensor  # a slice start:stop within 0…n, or an int64 tensor of one axis, each within 0…n−1

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from multihead.draw import squares
-from multihead.masks.intervals import Frame, Ramp, Visible, higher_of, readable, require_storage
-from multihead.sizes import holds_integers, require_int
+from multihead.masks.intervals import Frame, Ramp, Visible, higher_of
+from multihead.sizes import require_int
+from multihead.tensors import holds_integers, readable, require_storage
 
 
 class Mask:
