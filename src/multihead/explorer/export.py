@@ -135,14 +135,19 @@ def _parts() -> tuple[str, str, str]:
 
 def modules() -> dict[str, str]:
     """The page's modules by their path in its folder."""
-    found: dict[str, str] = {}
+    return {path: data.decode() for path, data in page_files(".js").items()}
+
+
+def page_files(*suffixes: str) -> dict[str, bytes]:
+    """The page's own files by their path in its folder."""
+    found: dict[str, bytes] = {}
 
     def collect(folder: Any, before: str) -> None:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if entry.is_dir():
                 collect(entry, f"{before}{entry.name}/")
-            elif entry.name.endswith(".js"):
-                found[before + entry.name] = entry.read_text(encoding="utf-8")
+            elif entry.name.endswith(suffixes):
+                found[before + entry.name] = entry.read_bytes()
 
     collect(files("multihead.explorer") / "page", "")
     return found

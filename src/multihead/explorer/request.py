@@ -91,7 +91,7 @@ def parse(route: str, given: object) -> Request:
             raise Refused(f"{route} was asked without {name!r}: expected {', '.join(sorted(known))}")
     read: dict[str, Any] = {"model": _text("model", given.get("model", ""), 100)}
     if "layer" in given:
-        read["layer"] = _whole("layer", given["layer"], 0)
+        read["layer"] = _integer("layer", given["layer"], 0)
     if "input" in given:
         read["input"] = _input(given["input"])
     if "mask" in given:
@@ -106,7 +106,7 @@ def parse(route: str, given: object) -> Request:
         read["text"] = _text("text", given["text"], MOST_TEXT)
     if "state" in given:
         read["state"] = _text("state", given["state"], MOST_TEXT)
-    read["numbers"] = {name: _whole(name, given[name], 1 if name == "n" else 0) for name in NUMBERS if name in given}
+    read["numbers"] = {name: _integer(name, given[name], 1 if name == "n" else 0) for name in NUMBERS if name in given}
     if "pool" in given:
         if given["pool"] not in ("max", "mean"):
             raise Refused(f"pool={_quoted(given['pool'])}: expected 'max' or 'mean'")
@@ -172,7 +172,7 @@ def _input(given: object) -> dict[str, Any]:
     if set(given) != {"kind", holds} - {None}:
         raise Refused(f"input has {', '.join(map(_quoted, given))}: expected kind{f' and {holds}' if holds else ''}")
     if given["kind"] == "tokens":
-        return {"kind": "tokens", "ids": _wholes("ids", given["ids"], 0)}
+        return {"kind": "tokens", "ids": _integers("ids", given["ids"], 0)}
     if holds is not None:
         _text(holds, given[holds], MOST_TEXT if holds == "text" else 2**24)
     return dict(given)
@@ -198,11 +198,11 @@ def _mask(given: object) -> dict[str, Any]:
         raise Refused(f"mask has {', '.join(map(_quoted, given))}: expected {', '.join(('kind', *fields))}")
     for name, value in given.items():
         if name in ("left", "right", "length"):
-            _whole(name, value, 0)
+            _integer(name, value, 0)
         elif name in ("window", "n"):
-            _whole(name, value, 1 if name == "window" else 0)
+            _integer(name, value, 1 if name == "window" else 0)
         elif name == "lengths":
-            _wholes(name, value, 1)
+            _integers(name, value, 1)
         elif name == "causal" and value is not True:
             raise Refused(f"causal={_quoted(value)}: expected true, or nothing")
         elif name == "rows":
@@ -222,22 +222,22 @@ def _off(given: object) -> tuple[tuple[int, int], ...]:
     for pair in given:
         if not isinstance(pair, list) or len(pair) != 2:
             raise Refused(f"off has {_quoted(pair)}: expected [layer, head]")
-        pairs.append((_whole("layer of off", pair[0], 0), _whole("head of off", pair[1], 0)))
+        pairs.append((_integer("layer of off", pair[0], 0), _integer("head of off", pair[1], 0)))
     if len(set(pairs)) != len(pairs):
         raise Refused("off has a head twice: expected each once")
     return tuple(sorted(pairs))
 
 
-def _whole(name: str, given: object, least: int) -> int:
+def _integer(name: str, given: object, least: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 2**31:
         raise Refused(f"{name}={_quoted(given)}: expected an integer of at least {least}")
     return given
 
 
-def _wholes(name: str, given: object, least: int) -> list[int]:
+def _integers(name: str, given: object, least: int) -> list[int]:
     if not isinstance(given, list) or not 0 < len(given) <= MOST_ITEMS:
         raise Refused(f"{name}={_quoted(given)}: expected a list of integers")
-    return [_whole(name, value, least) for value in given]
+    return [_integer(name, value, least) for value in given]
 
 
 def _at_most(name: str, value: int, most: int) -> int:

@@ -15,7 +15,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from multihead.explorer.export import served_page, single_file
+from multihead.explorer.export import page_files, served_page, single_file
 from multihead.explorer.request import Refused
 from multihead.explorer.session import Session, Stop, Stopped
 
@@ -48,21 +47,6 @@ HEADERS = {
 }
 
 
-def page_files() -> dict[str, bytes]:
-    """The page's own files by their path in its folder."""
-    found: dict[str, bytes] = {}
-
-    def collect(folder: Any, before: str) -> None:
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                collect(entry, f"{before}{entry.name}/")
-            elif any(entry.name.endswith(suffix) for suffix in TYPES):
-                found[before + entry.name] = entry.read_bytes()
-
-    collect(files("multihead.explorer") / "page", "")
-    return found
-
-
 def make_app(session: Session, token: str, hosts: frozenset[str] = frozenset()) -> "Guard":
     """The server as an ASGI application.
 
@@ -71,7 +55,7 @@ def make_app(session: Session, token: str, hosts: frozenset[str] = frozenset()) 
         token: what the page must know.
         hosts: names beside loopback ones under which it may be asked for.
     """
-    page = page_files()
+    page = page_files(*TYPES)
     page["index.html"] = served_page(page["index.html"].decode()).encode()
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="explorer")
     quick = ThreadPoolExecutor(max_workers=2, thread_name_prefix="explorer-quick")
