@@ -163,7 +163,7 @@ class Examination:
             for form in forms(self.function, self.call, candidate.unbatched):
                 tried = replace(candidate, form=form)
                 try:
-                    out, changed = tried.examine(self.call)
+                    out, changed, later = tried.examine(self.call)
                 except Failure as failure:
                     first = first or failure
                     continue
@@ -172,6 +172,8 @@ class Examination:
                     continue
                 if changed and not any(cause.cause == findings.IN_PLACE.cause for cause in self.extra):
                     self.extra.append(findings.IN_PLACE)
+                if later:
+                    self.note("it returns several things: the one with the shape of x was taken for the output")
                 found.append((tried, out))
             if found:
                 out = found[0][1]
