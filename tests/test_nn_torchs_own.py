@@ -133,7 +133,10 @@ def test_pefts_lora_really_trains(targets: list[str]) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     for name, p in adapted.named_parameters():
-        assert torch.equal(p, before[name]) == (name not in trained), name
+        if name in trained:
+            assert not torch.equal(p, before[name]), name
+        else:
+            assert_close(p, before[name])  # peft adds its product to in_proj_weight and takes it away: rounded twice
     with torch.no_grad():
         learnt = adapted.eval()(x)
         assert_close(learnt, adapted.train()(x))
