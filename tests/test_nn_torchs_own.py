@@ -111,6 +111,40 @@ def test_pefts_lora_on_the_whole_module() -> None:
     assert len(grads[0]) == 4
 
 
+@pytest.mark.parametrize("targets", [["self_attn"], ["out_proj"]], ids=str)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_pefts_lora_really_trains(targets: list[str]) -> None:
+    """With peft's own start, where one factor is 0: every adapter moves, nothing else does, and the loss falls."""
+    peft = pytest.importorskip("peft", reason="peft is optional")
+    layer = nn.TransformerEncoderLayer(E, H, 13, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    assert len(replace(model).replaced) == 2
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2))
+    x, goal = torch.randn(N, L, E), torch.randn(N, L, E)
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * len(["in_proj", "out_proj"] if targets == ["self_attn"] else targets)
+    optimizer, losses = torch.optim.Adam(trained.values(), lr=0.03), []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = (adapted(x) - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for name, p in adapted.named_parameters():
+        if name in trained:
+            assert not torch.equal(p, before[name]), name
+        else:
+            assert_close(p, before[name])  # peft adds its product to in_proj_weight and takes it away: rounded twice
+    with torch.no_grad():
+        learnt = adapted.eval()(x)
+        assert_close(learnt, adapted.train()(x))
+        with adapted.eval().disable_adapter():
+            assert not torch.allclose(learnt, adapted(x))
+        assert_close(adapted.merge_and_unload()(x), learnt)
+
+
 # The twenty -----------------------------------------------------------------------------------------------------------
 
 ROWS = torch.tensor([False, False, True, True])

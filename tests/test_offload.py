@@ -50,13 +50,17 @@ def fully_sharded(rank: int, port: int, options: dict) -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    layer, x = mh.MultiHeadAttention(E, H, **options), torch.randn(2, 5, E)
-    expected = layer(x, mask=mh.Causal())
-    expected.square().sum().backward()
+    layer, x = mh.MultiHeadAttention(E, H, **options), torch.randn(2, 2, 5, E)[rank]  # a batch of its own on each rank
+    expected = layer(x, mask=mh.Causal()).detach()
+    layer(x, mask=mh.Causal()).square().sum().backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+        grad /= 2
     layer.zero_grad()
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     fully_shard(layer, mesh=mesh)
+    assert layer.q_proj.weight.to_local().shape == (E // 2, E), "a half on each rank"
     for _ in range(2):
         layer.zero_grad()
         y = layer(x, mask=mh.Causal())
@@ -66,6 +70,9 @@ def fully_sharded(rank: int, port: int, options: dict) -> None:
             assert_close(p.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         assert_close(layer(x, mask=mh.Causal()), expected)
+        cache = layer.new_cache(batch=2)
+        rows = [layer(x[:, n : n + 1], mask=mh.Causal(), cache=cache) for n in range(5)]
+        assert_close(torch.cat(rows, 1), expected)
     torch.distributed.destroy_process_group()
 
 

@@ -170,3 +170,29 @@ def test_half_precision_beside_another_mistake(causes):
     assert {cause.cause for cause in report.causes} == set(causes.split(" + ")), report
     assert report.sure.startswith("likely: rounding")
     assert "the numbers that the other mistake gives" in report.sure
+
+
+class Autocast(nn.Module):
+    """Scores under autocast, which leaves float64 alone: in float64 nothing is wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(E, 3 * E), nn.Linear(E, E)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = q @ k.mT
+        return self.proj(((scores.to(x) / math.sqrt(D)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("mask", [None, mh.Causal()], ids=str)
+def test_half_precision_under_autocast_is_no_mask_that_was_not_said(mask):
+    """Assumed to be causal, it would be one whose mask is missing."""
+    if mask is None:
+        report = mh.diagnose(Autocast(), None, torch.randn(2, 6, E), heads=H)
+        assert report.cause == "half-precision scores (bfloat16)", report
+    else:
+        report = mh.diagnose(Autocast(), None, torch.randn(2, 6, E), heads=H, mask=mask)
+        assert report.cause == "mask missing", report

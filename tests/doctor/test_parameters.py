@@ -230,3 +230,42 @@ def test_a_mistake_beside_what_was_not_said():
     report = mh.diagnose(Llama(), None, torch.randn(2, N, E), heads=H)
     assert report.cause == "scale missing", report
     assert "RoPE (pairing 'halves')" in report.notes[0]
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_in_one_sequence_with_the_output(kind):
+    """As in many a vision transformer: the norm's parameters are no bias of W_o."""
+
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.to_qkv = nn.Linear(E, 3 * E, bias=False)
+            self.to_out = nn.Sequential(nn.Linear(E, E), kind(E))
+
+        def forward(self, x):
+            return self.to_out(attend(*self.to_qkv(x).chunk(3, dim=-1)))
+
+    report = mh.diagnose(Vision(), None, torch.randn(2, N, E), heads=H)
+    assert report.cause == f"a norm inside ({kind.__name__} on the output)", report
+
+
+@pytest.mark.parametrize("wrap", [lambda y, w: (w, y), lambda y, w: {"weights": w, "out": y}, lambda y, w: (w, (y, w))])
+def test_an_output_that_does_not_come_first(wrap):
+    class Wrapped(Named):
+        def forward(self, x):
+            q, k, v, o = (getattr(self, name) for name in self.names)
+            return wrap(o(attend(q(x), k(x), v(x))), torch.zeros(2, H, N, N))
+
+    report = mh.diagnose(Wrapped(NAMES[0]), None, torch.randn(2, N, E), heads=H)
+    assert report.verdict == "healthy", report
+    assert "it returns several things: the one with the shape of x was taken for the output" in report.notes
+
+
+def test_an_output_of_another_shape_among_others_is_still_said():
+    class Wrapped(Named):
+        def forward(self, x):
+            return x.new_zeros(2, H, N, D), x.new_zeros(2, 1)
+
+    report = mh.diagnose(Wrapped(NAMES[0]), None, torch.randn(2, N, E), heads=H)
+    assert "the shape (2, 4, 5, 8)" in report.headline, report

@@ -8,6 +8,8 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from rich.console import Console, RenderableType
 
 import multihead as mh
 from multihead import cli
+from multihead.explorer import subjects
 from multihead.show import screens
 from tests.forks import run
 
@@ -175,14 +178,40 @@ def test_a_name_that_the_hub_does_not_have() -> None:
     assert "transformers cannot load it: config" in str(refusal("nowhere", ValueError("config")))
 
 
-def test_without_transformers_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("multihead.hf")]:
+OPENED = {"show": lambda: screens.show("hello", 0, "gpt2"), "explore": lambda: subjects.of_name("gpt2")}
+
+
+def imported_afresh(monkeypatch: pytest.MonkeyPatch, transformers: ModuleType | None) -> None:
+    for name in [name for name in sys.modules if name.startswith(("multihead.hf", "multihead.explorer.hugging"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ValueError, match=re.escape("model='gpt2': a Hugging Face model needs `pip install \"multihead[hf]\"`")
-    ):
-        screens.show("hello", 0, "gpt2")
+    monkeypatch.setitem(sys.modules, "transformers", transformers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", OPENED)
+def test_without_transformers_its_extra_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported_afresh(monkeypatch, None)
+    needs = "model='gpt2': a Hugging Face model needs `pip install \"multihead[hf]\"`"
+    with pytest.raises(ValueError, match=re.escape(needs)):
+        OPENED[command]()
+
+
+class Unfit(ModuleType):
+    """What transformers does where torchvision was built for another torch: its own error hides the first."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError(f"Could not import module '{name}'.") from error
+
+
+@pytest.mark.parametrize("command", OPENED)
+def test_what_keeps_transformers_from_loading_is_said(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported_afresh(monkeypatch, Unfit("transformers"))
+    why = "model='gpt2': transformers cannot be used: RuntimeError: operator torchvision::nms does not exist"
+    with pytest.raises(ValueError, match=re.escape(why)) as refused:
+        OPENED[command]()
+    assert "pip install" not in str(refused.value)
 
 
 def test_the_command_line_refuses_in_a_sentence(

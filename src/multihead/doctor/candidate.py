@@ -56,8 +56,8 @@ class Candidate:
         """What the candidate puts out, as it comes, with its batch axis in front: (B, Q, E) if all is well."""
         return self.examine(call, dtype)[0]
 
-    def examine(self, call: Call, dtype: torch.dtype | None = None) -> tuple[Tensor, bool]:
-        """The answer, and whether the candidate changed its input."""
+    def examine(self, call: Call, dtype: torch.dtype | None = None) -> tuple[Tensor, bool, bool]:
+        """The answer, whether the candidate changed its input, and whether something else came before the answer."""
         x = call.x if dtype is None else call.x.to(dtype)
         context = call.context if call.context is None or dtype is None else call.context.to(dtype)
         given = [self._shaped(x)] + ([] if context is None else [self._shaped(context)])
@@ -76,12 +76,14 @@ class Candidate:
         except Exception as error:
             raise Failure("exception", _say(error), _where(error)) from error
         changed = any(not torch.equal(a, b) and not bool(a.isnan().any()) for a, b in zip(given, before))
-        out = as_tensor(raw)
+        found = tensors(raw)
+        place = next((n for n, t in enumerate(found) if t.shape == given[0].shape), 0)
+        out = found[place]
         if self.unbatched and out.dim() == x.dim() - 1:
             out = out[None]
         elif self.first == "sequence" and out.dim() == 3:
             out = out.transpose(0, 1)
-        return out, changed
+        return out, changed, place > 0
 
     def _shaped(self, t: Tensor) -> Tensor:
         if self.unbatched:
@@ -89,25 +91,33 @@ class Candidate:
         return t.transpose(0, 1).contiguous() if self.first == "sequence" else t.clone()
 
 
-def as_tensor(raw: Any) -> Tensor:
-    """The first tensor of what a candidate returned: a tensor, an array of another library, a tuple, a dict."""
+def tensors(raw: Any) -> list[Tensor]:
+    """Those that a candidate returned, in their order: tensors, arrays of other libraries, in tuples and dicts too."""
+    found = list(_tensors(raw))
+    if not found:
+        raise Failure(
+            "type", f"it returned a {type(raw).__name__}: expected a tensor (B,N,E), or a tuple or dict with one"
+        )
+    return found
+
+
+def _tensors(raw: Any) -> Iterator[Tensor]:
     if isinstance(raw, Tensor):
-        return raw.detach()
-    if isinstance(raw, tuple | list) and raw:
-        return as_tensor(raw[0])
-    if isinstance(raw, dict) and raw:
-        return as_tensor(next(iter(raw.values())))
-    if hasattr(raw, "__array__") or hasattr(raw, "__dlpack__"):
+        yield raw.detach()
+    elif isinstance(raw, tuple | list):
+        for one in raw:
+            yield from _tensors(one)
+    elif isinstance(raw, dict):
+        for one in raw.values():
+            yield from _tensors(one)
+    elif hasattr(raw, "__array__") or hasattr(raw, "__dlpack__"):
         import numpy as np
 
         array = np.asarray(raw)
         if array.dtype.name == "bfloat16":  # NumPy knows it by name only
-            return torch.from_numpy(array.astype(np.float32)).bfloat16()
-        if array.dtype.kind in "fiub":
-            return torch.from_numpy(np.array(array))
-    raise Failure(
-        "type", f"it returned a {type(raw).__name__}: expected a tensor (B,N,E), or a tuple that starts with one"
-    )
+            yield torch.from_numpy(array.astype(np.float32)).bfloat16()
+        elif array.dtype.kind in "fiub":
+            yield torch.from_numpy(np.array(array))
 
 
 def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

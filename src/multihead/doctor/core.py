@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead import steps
-from multihead.doctor.candidate import MASK_NAMES, as_tensor
+from multihead.doctor.candidate import MASK_NAMES, tensors
 from multihead.doctor.parameters import role
 from multihead.layer import MultiHeadAttention
 from multihead.layer.trace import trace
@@ -34,7 +34,7 @@ def takes_heads(function: Callable[..., Any], layer: MultiHeadAttention, dtype: 
     q, v = (torch.linspace(-1, 1, 3 * s.H * d, dtype=torch.float64).view(1, s.H, 3, d).to(dtype) for d in (s.D, s.V))
     try:
         with torch.no_grad():
-            return as_tensor(function(q, q.clone(), v)).shape == v.shape
+            return tensors(function(q, q.clone(), v))[0].shape == v.shape
     except Exception:
         return False
 
@@ -63,5 +63,5 @@ class Core(nn.Module):
         t = trace(self.layer, x, context)
         q, k, v = (steps.repeat_heads(t[name], self.layer.sizes.H) for name in ("q_heads", "k_heads", "v_heads"))
         options = {} if self.mask_name is None or mask is None else {self.mask_name: mask}
-        found = as_tensor(self.function(q, k, v, **options))
+        found = tensors(self.function(q, k, v, **options))[0]
         return self.layer.o_proj(found.transpose(1, 2).flatten(2))

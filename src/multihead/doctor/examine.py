@@ -163,7 +163,7 @@ class Examination:
             for form in forms(self.function, self.call, candidate.unbatched):
                 tried = replace(candidate, form=form)
                 try:
-                    out, changed = tried.examine(self.call)
+                    out, changed, later = tried.examine(self.call)
                 except Failure as failure:
                     first = first or failure
                     continue
@@ -172,6 +172,8 @@ class Examination:
                     continue
                 if changed and not any(cause.cause == findings.IN_PLACE.cause for cause in self.extra):
                     self.extra.append(findings.IN_PLACE)
+                if later:
+                    self.note("it returns several things: the one with the shape of x was taken for the output")
                 found.append((tried, out))
             if found:
                 out = found[0][1]
@@ -254,6 +256,10 @@ class Examination:
             for reading in readings[:4]:
                 if odd := nonfinite.explain(patient, reading.weights, self.notes, self.subject(reading)):
                     return odd
+        for patient in patients:
+            for reading in readings:
+                if patient.sharp and all(seen.equals() for seen in patient.observations(reading.weights, True)):
+                    return self.rounding(patient, reading)
         uncounted = any(seen.rows is not None for seen in patients[0].own(readings[0].weights))
         for rows in (False, True) if uncounted else (False,):
             for patient in patients:
@@ -330,6 +336,11 @@ class Examination:
             notes.append(f"its {patient.candidate.form.argument} was taken to mean {patient.candidate.form.meaning}")
         notes += reading.how[1:]
         return findings.diagnosed(matches, seen, tuple(self.extra), notes, self.subject(reading))
+
+    def rounding(self, patient: Patient, reading: Reading) -> Report:
+        """Right in float64, and not in its own dtype, as under autocast: what shows is in its own dtype alone."""
+        own = replace(patient, sharp=[])
+        return self.found(own, reading, True, search.singles) or self.unknown(patient, reading)
 
     def other_weights(self, patients: Sequence[Patient]) -> Report | None:
         """Whether the code is right and the weights are not the reference's."""

@@ -65,6 +65,14 @@ ADDED_CAP = Cause(
     "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # or a reference with softcap=",
     NEVER,
 )
+TIMES = Cause(
+    "weights times a number",
+    3,
+    "The weights of each row add up to this number and not to 1 (or the values, or the merged heads, are multiplied by "
+    "it): dropout's 1/(1 − p) where nothing is dropped, or a scale in the wrong place.",
+    "weights = scores.softmax(dim=-1)                 # F.dropout(weights, p, training=self.training)",
+    NEVER,
+)
 
 
 def _scaled(t: float, setting: Setting) -> str:
@@ -114,6 +122,7 @@ FAMILIES = (
         lambda t: {"eps": t},
         lambda t, s: f"({t:.4g})",
     ),
+    Family(TIMES, lambda s: True, 1 / 200, 200.0, lambda t: {"mix": f"times:{t!r}"}, lambda t, s: f"({t:.4g})"),
 )  # fmt: skip
 
 

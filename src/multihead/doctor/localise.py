@@ -121,7 +121,8 @@ def _keys(found: Findings, seen: Observation, heads: Tensor, bound: float) -> No
     sums = weights.sum(-1)
     if float((sums - 1).abs().max()) > limit and float((right.sum(-1) - 1).abs().max()) < limit:
         low, high = float(sums.min()), float(sums.max())
-        found.sentences.append(f"the weights of a row add up to {low:.3g} … {high:.3g} instead of 1: step 3")
+        sums = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} … {high:.3g}"
+        found.sentences.append(f"the weights of a row add up to {sums} instead of 1: step 3")
         found.steps = (3, 3)
     if float(weights.min()) < -limit:
         found.sentences.append(f"some weights are negative (down to {float(weights.min()):.3g}): step 3")

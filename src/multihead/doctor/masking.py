@@ -6,6 +6,8 @@ from torch import Tensor
 from multihead.masks import Allowed, Causal, Joined, Mask, Padding, Window, as_mask
 from multihead.masks.intervals import Frame
 
+MOST_WINDOW = 32  # keys
+
 
 def tidy(mask: Mask | Tensor | None, Q: int, K: int) -> Mask | None:
     """The mask as its parts say it; a dense tensor that is the causal mask becomes `Causal()`."""
@@ -47,12 +49,19 @@ def kinds(mask: Mask | None, B: int, Q: int, K: int) -> list[str]:
     if any(isinstance(part, Causal) for part in found):
         kinds += ["strict", "ahead"] + (["top-left"] if Q != K else [])
         if any(isinstance(part, Causal) and part.window is not None for part in found):
-            kinds += ["window+1", "window-1"]
+            kinds += ["window+1", "window-1", "no window"]
+        kinds += _windows(found, K)
     if any(isinstance(part, Padding) for part in found) and Q == K:
         kinds += ["on queries", "on queries too"]
     if B > 1 and any(isinstance(part, Padding) for part in found):
         kinds += ["shared"]
     return kinds
+
+
+def _windows(found: tuple[Mask, ...], K: int) -> list[str]:
+    """Windows of other sizes than the causal parts have, but for those that are off by one."""
+    own = [part.window for part in found if isinstance(part, Causal) and part.window is not None]
+    return [f"window:{w}" for w in range(1, min(K, MOST_WINDOW) + 1) if all(abs(w - size) > 1 for size in own)]
 
 
 def mistaken(kind: str, mask: Mask | None, B: int, Q: int, K: int, device: torch.device) -> Tensor:
@@ -81,7 +90,7 @@ def mistaken(kind: str, mask: Mask | None, B: int, Q: int, K: int, device: torch
         return right.mT
     if name == "strict":
         return right & (key != query)
-    if name in ("ahead", "window+1", "window-1", "top-left"):
+    if name in ("ahead", "window+1", "window-1", "no window", "top-left") or name.startswith("window:"):
         return dense(joined(tuple(_moved(part, name, Q, K) for part in found)), B, Q, K, device)
     if name == "shared":
         return right[:1].expand_as(right)
@@ -102,6 +111,10 @@ def _moved(part: Mask, name: str, Q: int, K: int) -> Mask:
         return Allowed(torch.arange(K) <= torch.arange(Q)[:, None])
     if name == "ahead":
         return Window(left, 1)
+    if name == "no window":
+        return Causal()
+    if name.startswith("window:"):
+        return Causal(window=int(name[7:]))
     if left is None:
         return part
     return Window(left + 1 if name == "window+1" else max(left - 1, 0), 0)

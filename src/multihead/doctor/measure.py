@@ -45,9 +45,13 @@ class Observation:
     def right(self, variant: Variant = RIGHT) -> Tensor:
         return self._right if variant is RIGHT else self.exact.run(variant)
 
+    def counted(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The rows that count of these, (B, Q, …) each."""
+        return given if self.rows is None else tuple(t[self.rows] for t in given)
+
     def may_equal(self, variant: Variant) -> bool:
         """Whether a few columns leave it possible that `variant` is the candidate: cheap, and never wrongly False."""
-        mine, other = self.output[..., FEW], self.exact.run(variant, FEW)
+        mine, other = self.counted(self.output[..., FEW], self.exact.run(variant, FEW))
         return same_odd_places(mine, other) and gap(mine, other) <= 0.25 * self._departure
 
     def bound(self, variant: Variant = RIGHT) -> float:
@@ -70,16 +74,11 @@ class Observation:
 
     def differs(self, variant: Variant = RIGHT) -> float:
         """The largest difference from `variant`, in the rows that count."""
-        mine, other = self.output, self.right(variant)
-        if self.rows is not None:
-            mine, other = mine[self.rows], other[self.rows]
-        return gap(mine, other)
+        return gap(*self.counted(self.output, self.right(variant)))
 
     def equals(self, variant: Variant = RIGHT) -> bool:
         """Whether the candidate's output is that of `variant`, up to rounding."""
-        mine, other = self.output, self.right(variant)
-        if self.rows is not None:
-            mine, other = mine[self.rows], other[self.rows]
+        mine, other = self.counted(self.output, self.right(variant))
         return same_odd_places(mine, other) and gap(mine, other) <= self.bound(variant)
 
     def explains(self, variant: Variant) -> bool:
@@ -91,11 +90,10 @@ class Observation:
         twice that, which is the triangle inequality and no less would do. A mistake beside the rounding shows,
         however few rows it is in.
         """
-        mine, right, other = self.output, self.right(variant.unrounded), self.right(variant)
+        mine, right, other = self.counted(self.output, self.right(variant.unrounded), self.right(variant))
         if not same_odd_places(mine, other):
             return False
         rows = mine.isfinite().all(-1) & right.isfinite().all(-1)
-        rows = rows if self.rows is None else rows & self.rows
         if not bool(rows.any()):
             return True
         mine, right, other = mine[rows], right[rows], other[rows]

@@ -85,13 +85,16 @@ def explain(patient: Patient, weights: Weights, notes: Sequence[str], subject: s
 
 def unknown(patient: Patient, weights: Weights, notes: Sequence[str], subject: str) -> Report:
     """No overflow explains it: say where it shows."""
-    seen = next(one for one in patient.own(weights) if bool(odd(one).any()))
+    own = patient.own(weights)
+    seen = next(one for one in own if bool(odd(one).any()))
     rows = odd(seen)
     b, q = (int(n) for n in rows.nonzero()[0])
     sentences = [
         f"{int(rows.sum())} of {rows.numel()} rows hold {_kinds(seen.output)} where the right numbers are finite; the "
         f"first is row {q}" + (f" of sequence {b}" if rows.shape[0] > 1 else "")
     ]
+    if seen is not own[0]:
+        sentences[0] += f"; not with your x, but with random items of up to {float(seen.call.x.max()):.3g}"
     limit = torch.finfo(seen.dtype).max
     for name, step in (("q_heads", 1), ("k_heads", 1), ("v_heads", 1), ("output", 7)):
         largest = float(seen.exact.trace()[name].abs().max())

@@ -74,9 +74,7 @@ def readings(
     if names is not None:
         yield builder.mapped(names)
         return
-    by_role: dict[str, list[str]] = {}
-    for name in found:
-        by_role.setdefault(role(name) or "?", []).append(name)
+    by_role = builder.by_role()
     matrices = {r: [n for n in found_names if found[n].dim() >= 2] for r, found_names in by_role.items()}
     if matrices.get("o") and (matrices.get("qkv") or all(matrices.get(r) for r in "qkv") or matrices.get("kv")):
         yield from builder.named(by_role)
@@ -105,6 +103,16 @@ class _Builder:
 
     def owner(self, name: str) -> nn.Module:
         return self.module.get_submodule(name.rpartition(".")[0])
+
+    def by_role(self) -> dict[str, list[str]]:
+        """The parameters' names by what they mean; a norm is one by its type too, whatever it stands in."""
+        found: dict[str, list[str]] = {}
+        for name in self.found:
+            meant = role(name) or "?"
+            if "norm" in type(self.owner(name)).__name__.lower() and not meant.endswith("norm"):
+                meant = f"{meant} norm" if meant in ("q", "k") else "?"
+            found.setdefault(meant, []).append(name)
+        return found
 
     def stored(self, name: str) -> str | None:
         """How a matrix is stored: "out, in", "in, out", or None where only its use would tell."""
@@ -237,10 +245,7 @@ class _Builder:
                 b |= {m: part[0] for m, part in self.cut(self.found[bias][None], letters).items()}
         if missing := set("qkvo") - w.keys():
             raise ValueError(f"the map lacks {', '.join(sorted(missing))}: expected q, k, v (or qkv) and o")
-        by_role: dict[str, list[str]] = {}
-        for name in self.found:
-            by_role.setdefault(role(name) or "?", []).append(name)
-        return self.reading(w, b, ["read by the map"], by_role)
+        return self.reading(w, b, ["read by the map"], self.by_role())
 
     def reading(self, w: dict, b: dict, how: list[str], by_role: dict[str, list[str]]) -> Reading:
         """Plain matrices (in, out), made into heads and checked against each other."""

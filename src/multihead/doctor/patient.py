@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.doctor import masking
 from multihead.doctor.candidate import Candidate, Failure
@@ -45,6 +45,15 @@ def _observe(call: Call, out: Tensor, weights: Weights, rows: bool, mask: Mask |
     return Observation(call, out.double(), low, weights, counted)
 
 
+def _doubled(module: nn.Module) -> nn.Module:
+    """A copy in float64; an RMSNorm whose eps is that of its dtype keeps the one it had."""
+    copied = copy.deepcopy(module)
+    for child in copied.modules():
+        if isinstance(child, nn.RMSNorm) and child.eps is None and child.weight is not None:
+            child.eps = torch.finfo(child.weight.dtype).eps
+    return copied.double()
+
+
 def twin_of(
     candidate: Candidate, native: list[tuple[Call, Tensor]]
 ) -> tuple[Candidate | None, list[tuple[Call, Tensor]]]:
@@ -52,7 +61,7 @@ def twin_of(
     twin = candidate
     if candidate.module is not None:
         try:
-            twin = replace(candidate, function=copy.deepcopy(candidate.module).double())
+            twin = replace(candidate, function=_doubled(candidate.module))
         except Exception:
             return None, []
     sharp = []

@@ -37,6 +37,10 @@ def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None) ->
         return t
     if name == "none" or (name, n) in (("q only", 1), ("k only", 0)):
         return t
+    if name == "along heads":
+        return rope.rotate(t.transpose(1, 2), torch.arange(t.shape[1], device=t.device)).transpose(1, 2)
+    if name in ("crossed", "no minus"):
+        return _written_out(rope, t, where, "" if name == "no minus" else number)
     if name == "backwards" and (not number or int(number) == n):
         where = -where
     elif name == "shift" and int(number[0]) == n:
@@ -54,3 +58,22 @@ def turned(rope: RoPE, t: Tensor, n: int, how: str, positions: Tensor | None) ->
         times = (query - torch.arange(N, device=t.device) + int(number)).clamp(min=1)  # (Q, K)
         return torch.stack([rope.rotate(t, where * row) for row in times], 2)  # (B, G, Q, K, D)
     return rope.rotate(t, where)
+
+
+def _written_out(rope: RoPE, t: Tensor, where: Tensor, crossed: str) -> Tensor:
+    """As most write it, t · cos + partner · sin; `crossed`: whether "angles" or "pairs" are of the other pairing.
+
+    Where nothing is crossed, the half whose partner should come with a minus has it without.
+    """
+    other = other_rope(rope, "other pairing").pairing
+    pairs, angles = (other if crossed == what else rope.pairing for what in ("pairs", "angles"))
+    dim = t.shape[-1] if rope.dim is None else rope.dim
+    cos, sin = rope.cos_sin(t.shape[-1], where, dtype=t.dtype)  # (N, dim/2) or (B, N, dim/2)
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    cos, sin = (a.repeat_interleave(2, -1) if angles == "interleaved" else torch.cat((a, a), -1) for a in (cos, sin))
+    turning, still = t[..., :dim], t[..., dim:]
+    shape, axis = ((2, dim // 2), -2) if pairs == "halves" else ((dim // 2, 2), -1)
+    a, b = turning.unflatten(-1, shape).unbind(axis)
+    partner = torch.stack((-b if crossed else b, a), axis).flatten(-2)
+    return torch.cat((turning * cos + partner * sin, still), -1)

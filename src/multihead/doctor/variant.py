@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multihead import steps
 from multihead.doctor import masking
-from multihead.doctor.arithmetic import beyond, repacked, scale_of
+from multihead.doctor.arithmetic import beyond, capped, fading, repacked, scale_of, sunk
 from multihead.doctor.norms import Norm, spelt
 from multihead.doctor.rotation import turned
 from multihead.doctor.weights import Weights
@@ -47,7 +47,7 @@ class Variant:
     unbiased: str = ""  # which of the projections q, k, v, o lack their bias
     roles: str = "qkv"  # which matrices make the queries, the keys and the values
     sources: str = "xcc"  # what each is made of: x or context
-    over: str = "items"  # or "batch": (B, N, E) is taken for (N, B, E)
+    over: str = "items"  # or "batch": (B, N, E) is taken for (N, B, E); "heads", "heads, causal": of one item
     normed: str = ""  # a norm that does not belong: see `_normed`
     # Step 2, split, and what makes q and k ready to meet
     split: str = "transpose"  # "view", "interleaved", "none": one head as wide as all
@@ -66,13 +66,15 @@ class Variant:
     core: str = ""  # the precision of q, k, v and of what attention gives, where it is lower; "layer: …": of everything
     overflow: str = ""  # "scores", "scaled", "exp": what leaves the range of a dtype, and which: "exp:float32"
     axis: str = "keys"  # or another; or "none", "sigmoid", "twice", "one more", "base 2": no softmax, or another one
-    softcap: str = "right"  # "missing", "after" the mask, "at:30"
-    sinks: bool = True
+    softcap: str = "right"  # "missing", "after" the mask, "at:30", "twice", "clamped", "not multiplied"
+    bias: str = ""  # ALiBi, where the reference has none: see `fading`
+    sinks: str = "right"  # "missing", or see `sunk`
     mask: str = "right"
     hide: str = "fill"  # "add", "add seen", "add hidden", "after", "renormalise": how the mask hides
     value: float = -torch.inf  # the number that hides
     empty: str = "zero"  # what a row that sees nothing becomes: "nan", "mean", "all", "own"
-    # Steps 5, 6 and 7
+    # Steps 4 to 7
+    mix: str = "right"  # what is done to the weights first: "transposed", "times:1.1"
     merge: str = "transpose"  # "view", "reverse", "interleaved"
     output: str = "right"  # "missing", "per head", "bias twice"
     residual: bool = False
@@ -90,21 +92,9 @@ class Variant:
 
 RIGHT = Variant()
 ALL = slice(None)
-READY = (
-    "normed",
-    "packing",
-    "transposed",
-    "unbiased",
-    "roles",
-    "sources",
-    "split",
-    "split_of",
-    "norm",
-    "norm_of",
-    "eps",
-    "rope",
-)
-STEP_3 = "repeat scale precision product core overflow axis softcap sinks mask hide value empty"
+STEPS_1_AND_2 = "normed packing transposed unbiased roles sources split split_of norm norm_of eps rope"
+STEP_3 = "repeat scale precision product core overflow axis softcap bias sinks mask hide value empty"
+READY = tuple(STEPS_1_AND_2.split())
 SCORED = (*READY, *STEP_3.split())
 MOST_KEPT = 2000  # intermediates of one call
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -137,8 +127,11 @@ class Specification:
         if variant.core.startswith("layer"):
             return self._lower(variant.lower).trace(replace(variant, core=""), columns)
         q, k, v = (self._once(f"heads of {'qkv'[n]}", READY, variant, self._ready, n) for n in range(3))
-        weights = self._once("weights", SCORED, variant, self._weights, q, k)
-        heads = self._once("heads", SCORED, variant, self._mix, weights, v)
+        if variant.over.startswith("heads"):
+            weights, heads = self._among_heads(variant, q, k, v)
+        else:
+            weights = self._once("weights", SCORED, variant, self._weights, q, k)
+            heads = self._once("heads", (*SCORED, "mix"), variant, self._mix, weights, v)
         merged = self._normed(self._round(self._merge(heads, variant.merge)), variant, "merged heads")
         found = {"q_heads": q, "k_heads": k, "v_heads": v, "weights": weights, "heads": heads, "merged": merged}
         if variant.normed.endswith("the output"):
@@ -289,7 +282,9 @@ class Specification:
         cap = None if variant.softcap == "missing" else w.softcap
         cap = float(variant.softcap[3:]) if variant.softcap.startswith("at:") else cap
         if cap is not None and variant.softcap != "after":
-            scores = self._round(torch.tanh(scores / cap) * cap)
+            scores = self._round(capped(scores, cap, variant.softcap))
+        if variant.bias:
+            scores = self._round(scores + fading(variant.bias, *scores.shape[1:]).to(scores))
         masked = self._hide(scores, allowed, variant)
         if cap is not None and variant.softcap == "after":
             masked = self._round(torch.tanh(masked / cap) * cap)
@@ -340,7 +335,10 @@ class Specification:
             return torch.softmax(masked.to(HALVES[variant.precision]), -1).to(self.dtype)
         if variant.axis == "sigmoid":
             return self._round(masked.sigmoid())
-        sinks = self.weights.sinks if variant.sinks else None
+        if self.weights.sinks is not None and variant.sinks not in ("right", "missing"):
+            column = sunk(self.weights, variant.sinks, masked)
+            return self._round(torch.cat((masked, column), -1).softmax(-1)[..., :-1])
+        sinks = None if variant.sinks == "missing" else self.weights.sinks
         if variant.axis == "one more":
             sinks = masked.new_zeros(masked.shape[1])
         if variant.axis in ("keys", "one more", "twice", "base 2"):
@@ -351,10 +349,21 @@ class Specification:
     def _mix(self, variant: Variant, weights: Tensor, v: Tensor) -> Tensor:
         """Step 4: (B, H, Q, V)."""
         v = self.heads_of(v, variant, "v")
+        weights = weights.mT if variant.mix == "transposed" else weights
+        weights = weights * float(variant.mix[6:]) if variant.mix.startswith("times:") else weights
         if variant.core:
             mixed = torch.einsum("bhqk,bhkv->bhqv", weights, self._half(v, variant.core))
             return self._half(mixed, variant.core)
         return self._round(torch.einsum("bhqk,bhkv->bhqv", weights, v))
+
+    def _among_heads(self, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps 3 and 4 on (B, N, H, D): the heads of one item attend to one another."""
+        q, k, v = (self.heads_of(t, variant).transpose(1, 2) for t in (q, k, v))
+        scores = self._round(q @ k.mT * scale_of(self.weights, variant.scale, self.K))  # (B, N, H, H)
+        if variant.over.endswith("causal"):
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        weights = self._softmax(scores, variant)
+        return weights, self._round(weights @ v).transpose(1, 2)
 
     # Steps 5, 6 and 7
 

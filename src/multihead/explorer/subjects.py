@@ -16,6 +16,7 @@ from multihead.explorer.subject import Subject
 from multihead.models import LanguageModel, VisionTransformer, load
 from multihead.models.images import read
 from multihead.models.store import NAMES
+from multihead.show.screens import without_transformers
 
 Input = dict[str, Any] | None  # of a request; None: the subject's own first example
 
@@ -34,8 +35,8 @@ def of_name(name: str) -> Subject:
         return of_model(load(name), None, id=name if name in NAMES else "model", name=Path(name).stem)[0]
     try:
         from multihead.explorer.huggingface_files import load as load_theirs
-    except ImportError as error:
-        raise ValueError(f'model={name!r}: a Hugging Face model needs `pip install "multihead[hf]"`') from error
+    except (ImportError, RuntimeError) as error:
+        raise without_transformers(name, error) from error
     return load_theirs(name)
 
 

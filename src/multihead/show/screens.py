@@ -50,10 +50,7 @@ def show(what: str, layer: int | None = None, model: str | None = None, *, brief
 
             return multihead.hf.screen.show(model, what, 0 if layer is None else layer)
         except (ImportError, RuntimeError) as error:
-            if isinstance(error, ImportError) and error.name == "transformers":
-                needs = 'a Hugging Face model needs `pip install "multihead[hf]"`'
-                raise ValueError(f"model={model!r}: {needs}") from error
-            raise ValueError(f"model={model!r}: transformers cannot be used: {_first_cause(error)}") from error
+            raise without_transformers(model, error) from error
     loaded = load(model)
     if isinstance(loaded, VisionTransformer):
         if not is_picture:
@@ -62,6 +59,13 @@ def show(what: str, layer: int | None = None, model: str | None = None, *, brief
     if is_picture:
         raise ValueError(f"{what} is a picture: expected a text with --model={model}")
     return (brief_text if brief else text)(loaded, what, 0 if layer is None else layer)
+
+
+def without_transformers(model: str, error: ImportError | RuntimeError) -> ValueError:
+    """Why transformers could not be imported: it is not there, or what it imports does not fit."""
+    if isinstance(error, ImportError) and error.name == "transformers":
+        return ValueError(f'model={model!r}: a Hugging Face model needs `pip install "multihead[hf]"`')
+    return ValueError(f"model={model!r}: transformers cannot be used: {_first_cause(error)}")
 
 
 def _first_cause(error: BaseException) -> str:

@@ -14,10 +14,12 @@ def _kinds(*names: str) -> Ways:
         found = masking.parts(setting.call.mask)
         for kind in masking.kinds(setting.call.mask, B, Q, K):
             name, _, number = kind.partition("@")
+            name, _, keys = name.partition(":")
             if name in names:
                 detail = f"({type(found[int(number)]).__name__} alone)" if number else ""
                 if name in ("window+1", "window-1"):
                     detail = "(one too wide)" if name == "window+1" else "(one too narrow)"
+                detail = f"({keys} keys)" if keys else detail
                 yield detail, {"mask": kind}
                 wrong = masking.mistaken(kind, setting.call.mask, B, Q, K, setting.call.x.device)
                 if not bool(wrong.any(-1).all()):  # some row sees nothing: what becomes of it is a choice of its own
@@ -89,6 +91,23 @@ CAUSES = (
         "included.",
         "allowed = (key <= i) & (key > i - w)",
         _kinds("window+1", "window-1"),
+    ),
+    Cause(
+        "sliding window missing",
+        3,
+        "Every query sees all keys up to its own, also those beyond the window: nothing is wrong as long as a sequence "
+        "fits into it. Often the window is in the configuration and never reaches the attention function.",
+        "allowed = (key <= i) & (key > i - w)",
+        _kinds("no window"),
+    ),
+    Cause(
+        "sliding window of another size",
+        3,
+        "A query sees its newest keys only, as many as are given here, and the reference has a window of another size "
+        "or none: mh.Causal(window=…).",
+        "allowed = (key <= i) & (key > i - w)             # w: the reference's window; without one, key <= i",
+        _kinds("window"),
+        paired=0,
     ),
     Cause(
         "causal mask aligned top-left instead of bottom-right",

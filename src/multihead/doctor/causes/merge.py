@@ -1,4 +1,4 @@
-"""Steps 5, 6 and 7: mistakes in putting the heads together."""
+"""Steps 4 to 7: mistakes in mixing the values and putting the heads together."""
 
 from collections.abc import Iterable
 
@@ -20,6 +20,15 @@ def _without_bias(setting: Setting) -> Iterable[tuple[str, Changes]]:
 
 
 CAUSES = (
+    Cause(
+        "weights transposed before they mix",
+        4,
+        "The values are mixed by the columns of the weights instead of their rows: what key j was given by every query "
+        "lands in row j. Only rows add up to 1. Often two letters of an einsum have changed places.",
+        'heads = torch.einsum("bhqk,bhkv->bhqv", weights, v)',
+        when(lambda s: s.call.sizes[1] == s.call.sizes[2], {"mix": "transposed"}),
+        paired=0,
+    ),
     Cause(
         "heads merged without transposing back",
         5,

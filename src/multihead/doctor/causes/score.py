@@ -19,6 +19,29 @@ def _axis(axis: str) -> Ways:
     return ways
 
 
+def _alibi(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    H = setting.weights.sizes.H
+    for how, said in FADING.items():
+        alike = (how == "by H" and not H & (H - 1)) or (how == "signed" and setting.masked)
+        if not alike:
+            yield said and f"({said})", {"bias": how}
+
+
+FADING = {
+    "alibi": "",
+    "signed": "later keys gain",
+    "from 1": "slopes from 1 on",
+    "by H": "slopes 2^(−8h/H), though H is no power of two",
+    "growing": "growing with the distance",
+}
+SUNK = {
+    "unshifted": "without the row's largest score taken away",
+    "scaled": "times the scale",
+    "negated": "negated",
+    "head 0": "head 0's for all",
+    "twice": "twice",
+}
+
 CAUSES = (
     Cause(
         "scale missing",
@@ -204,12 +227,44 @@ CAUSES = (
         when(lambda s: s.weights.softcap is not None and s.masked, {"softcap": "after"}),
     ),
     Cause(
+        "softcap in another form",
+        3,
+        "Scores are held between −softcap and softcap, but not as softcap · tanh(scores / softcap), once.",
+        "scores = softcap * torch.tanh(scores / softcap)  # before the mask",
+        lambda s: (
+            [(f"({how})", {"softcap": how}) for how in ("twice", "clamped", "not multiplied")]
+            if s.weights.softcap is not None
+            else []
+        ),
+        paired=0,
+    ),
+    Cause(
+        "ALiBi where the reference has none",
+        3,
+        "Scores fall with the distance of query and key (ALiBi), and the reference takes them as they are: a layer has "
+        "ALiBi only where it is called with `bias=`. Where H is a power of two the slopes are 2^(−8/H), 2^(−16/H), … "
+        "2^(−8).",
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # or: layer(x, mask=…, bias=mh.positions.alibi(H, Q, K))",
+        _alibi,
+        paired=0,
+    ),
+    Cause(
         "sinks missing",
         3,
         "Each head of the reference has a sink, a learned logit that joins the softmax's denominator; here the weights "
         "of a row add up to 1, so every row takes more than it should.",
         "logits = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], dim=-1)\n"
         "weights = logits.softmax(dim=-1)[..., :-1]",
-        when(lambda s: s.weights.sinks is not None, {"sinks": False}),
+        when(lambda s: s.weights.sinks is not None, {"sinks": "missing"}),
+    ),
+    Cause(
+        "sinks in another form",
+        3,
+        "A sink is a logit beside the scores of a row: the largest of all is taken away from it too, it is not scaled, "
+        "and each head has its own. It joins the denominator once.",
+        "logits = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], dim=-1)\n"
+        "weights = logits.softmax(dim=-1)[..., :-1]",
+        lambda s: [(f"({said})", {"sinks": how}) for how, said in SUNK.items()] if s.weights.sinks is not None else [],
+        paired=0,
     ),
 )

@@ -80,6 +80,15 @@ def _added(setting: Setting) -> Iterable[tuple[str, Changes]]:
                 yield detail, {"norm": f"{order} {q}, {k}", "norm_of": letters}
 
 
+def _among_heads(setting: Setting) -> Iterable[tuple[str, Changes]]:
+    call, w = setting.call, setting.weights
+    if call.context is None and w.sizes.H > 1 and w.softcap is None and w.sinks is None:
+        for merge in ("transpose", "view"):
+            yield "", {"over": "heads", "merge": merge}
+            if setting.masked:
+                yield "", {"over": "heads, causal", "merge": merge}
+
+
 BASES = (1e4, 5e5, 1e6, 1.6e5, 1e3, 1e2, 1e5, 5e6, 1e7, 1e8)
 
 _OFF_BY_ONE = (
@@ -116,6 +125,16 @@ CAUSES = (
         when(_plain, {"split": "none", "scale": "√HD"}, {"split": "none"}),
     ),
     Cause(
+        "attention over the heads axis",
+        2,
+        "q, k and v are (B, N, H, D) when they meet: the heads were never moved in front of the positions, so those of "
+        "one item attend to one another, and no item reads another. `scaled_dot_product_attention` takes (B, H, N, D); "
+        "every shape fits, so nothing complains.",
+        "q, k, v = (t.view(B, N, H, D).transpose(1, 2) for t in (q, k, v))",
+        _among_heads,
+        paired=0,
+    ),
+    Cause(
         "RoPE pairs halves against interleaved",
         2,
         "RoPE turns pairs of numbers. Which numbers make a pair is a convention: p and p + D/2 (“halves”: GPT-NeoX, "
@@ -135,6 +154,36 @@ CAUSES = (
         "turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)      # the same for q and k",
         _backwards,
         paired=3,
+    ),
+    Cause(
+        "RoPE pairs one way, its angles laid out the other",
+        2,
+        "The cosines and sines stand as one pairing has them (each frequency twice in a row, or all of them and then "
+        "all again), and the numbers are paired as in the other: the two of a pair turn by different angles, which is "
+        "no rotation.",
+        "cos, sin = (torch.cat([a, a], dim=-1) for a in (cos, sin))              # with rotate_half\n"
+        "cos, sin = (a.repeat_interleave(2, dim=-1) for a in (cos, sin))         # with pairs 2p, 2p + 1",
+        when(_rope, {"rope": "crossed:pairs"}, {"rope": "crossed:angles"}),
+        paired=0,
+    ),
+    Cause(
+        "RoPE without its minus",
+        2,
+        "Turning a pair (a, b) gives (a·cos − b·sin, b·cos + a·sin). Here both are added, which is no rotation: "
+        "lengths change, and scores depend on where items stand.",
+        "rotated = torch.cat([-x2, x1], dim=-1)           # rotate_half: the first half is minus the second",
+        when(_rope, {"rope": "no minus"}),
+        paired=0,
+    ),
+    Cause(
+        "RoPE along the heads instead of the items",
+        2,
+        "The angle grows with the number of the head: q and k were (B, N, H, D) where the rotation takes the last axis "
+        "but one for the items', as on (B, H, N, D). All items of a head turn alike: their order is lost. Where G is "
+        "H, q and k turn alike as well, which is the same as no RoPE.",
+        "q = rotate(q.transpose(1, 2))    # (B, H, N, D): items on the last axis but one",
+        when(lambda s: _rope(s) and s.weights.sizes.G < s.weights.sizes.H, {"rope": "along heads"}),
+        paired=0,
     ),
     Cause(
         "RoPE with another base",
@@ -164,8 +213,8 @@ CAUSES = (
     Cause(
         "RoPE missing",
         2,
-        "The reference turns q and k by their positions, this implementation does not (or every position is 0): it "
-        "cannot tell the order of the items.",
+        "The reference turns q and k by their positions, this implementation does not (or every position is 0, or the "
+        "angle grows along the heads instead of the items): it cannot tell the order of the items.",
         "q, k = rope.rotate(q, positions), rope.rotate(k, positions)",
         when(_rope, {"rope": "none"}),
     ),
