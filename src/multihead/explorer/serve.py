@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from multihead.explorer.server import Guard, make_app
 from multihead.explorer.session import Session
 
 PORT = 8421
 TRIED = 20  # ports from PORT on, where none was named
+SECONDS_TO_ASK = 20.0  # for the lines before the body of a request
 LOOPBACK = "127.0.0.1"
 
 
@@ -114,9 +116,28 @@ def _app(session: Session, token: str, host: str) -> Guard:
     return make_app(session, token, hosts)
 
 
+class _Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's, which lets go of a client that begins a request and does not come to its end; bodies are the app's."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._waiting = self.loop.call_later(SECONDS_TO_ASK, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._waiting.cancel()
+        if self.cycle is None or self.cycle.response_complete:  # the lines before the body are not all there
+            self._waiting = self.loop.call_later(SECONDS_TO_ASK, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.cancel()
+        super().connection_lost(exc)
+
+
 def _config(app: Guard) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=_Patient,
         log_level="error",
         access_log=False,
         server_header=False,

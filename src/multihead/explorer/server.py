@@ -218,8 +218,9 @@ class Guard:
         own = {f"http://{found[b'host'][0].lower()}", f"https://{found[b'host'][0].lower()}"}
         if any(origin.lower() not in own for origin in found[b"origin"]):
             return f"the request comes from {found[b'origin'][0][:60]!r}: expected this server's own page"
-        fetched = [v for n, v in headers if n == b"sec-fetch-site"]
-        if any(site in (b"cross-site", b"same-site") for site in fetched) and found[b"origin"]:
+        fetched = {n: v for n, v in headers if n in (b"sec-fetch-site", b"sec-fetch-mode")}
+        elsewhere = fetched.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        if elsewhere and fetched.get(b"sec-fetch-mode") != b"navigate":  # a link to the page may stand anywhere
             return "the request comes from another site: expected this server's own page"
         return None
 

@@ -26,6 +26,7 @@ LABELS = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
 HELD_OUT = 5000  # of the images to train on, for validation
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # and no other: for EPS Pillow would start Ghostscript
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm")
 MOST_PIXELS = 100_000_000  # a small file can claim to be a huge picture
 
@@ -75,22 +76,22 @@ def _open(image: "Source") -> "Image.Image":
             raise FileNotFoundError(f"{path}: there is no such file")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else path)
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
+                picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else path, formats=FORMATS)
             with picture:
-                if picture.width * picture.height > MOST_PIXELS:
-                    raise ValueError(
-                        f"{path} has {picture.width} × {picture.height} pixels: expected at most {MOST_PIXELS:,}"
-                    )
-                picture.draft("L", (512, 512))  # a JPEG is then read at a smaller scale
-                picture.load()
-                return picture
+                small = picture.width * picture.height <= MOST_PIXELS
+                if small:
+                    picture.draft("L", (512, 512))  # a JPEG is then read at a smaller scale
+                    picture.load()
         except UnidentifiedImageError as error:
-            raise ValueError(f"{path} is not an image that Pillow knows") from error
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise ValueError(f"{path} is too large: {error}") from error
-        except (OSError, SyntaxError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is not an image of a kind that is read: expected {', '.join(FORMATS)}") from error
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"{path} is too large: expected at most {MOST_PIXELS:,} pixels") from error
+        except (OSError, SyntaxError, EOFError, ValueError, zlib.error) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        if not small:
+            raise ValueError(f"{path} has {picture.width} × {picture.height} pixels: expected at most {MOST_PIXELS:,}")
+        return picture
     return Image.fromarray(_pixels(image))
 
 
