@@ -13,6 +13,7 @@ from multihead.explorer.request import Refused
 from multihead.explorer.session import Session
 from multihead.explorer.subjects import of_model, of_name
 from multihead.explorer.wire import Answer
+from tests.models.test_show import write_gguf
 
 GIVEN = {"model": "given", "layer": 0, "input": {"kind": "given"}}
 
@@ -249,6 +250,23 @@ def test_a_hugging_face_model_answers_every_route(tmp_path: Path) -> None:
     assert session.answer("decode", request).meta["difference"]["output"] < 1e-5
     with pytest.raises(Refused, match="makes its masks itself"):
         session.respond("trace", request | {"mask": {"kind": "none"}})
+
+
+def test_a_gguf_file_is_explored(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_gguf(tmp_path / "tiny.gguf")
+    subject = of_name(str(tmp_path / "tiny.gguf"))
+    session = Session([subject])
+    text = {"kind": "text", "text": "I love pizza"}
+    answer = session.answer("trace", {"model": "model", "layer": 1, "input": text})
+    assert "␣love" in [t["text"] for t in answer.meta["tokens"]]
+    ids = torch.tensor([[t["id"] for t in answer.meta["tokens"]]])
+    wanted = mh.hf.trace(subject.model, 1, input_ids=ids)  # type: ignore[attr-defined]
+    for name in wanted:
+        assert torch.allclose(answer.tensors[name], wanted[name], atol=1e-6), name
+    shown = session.answer("predict", {"model": "model", "input": text}).tensors["logits"]
+    with torch.inference_mode():
+        assert torch.allclose(shown, subject.model(ids).logits[0, -1], atol=1e-5)  # type: ignore[attr-defined]
 
 
 def test_a_hugging_face_model_without_a_tokenizer() -> None:
