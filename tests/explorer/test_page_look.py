@@ -205,9 +205,75 @@ def test_a_layer_of_ones_own(chromium: Any) -> None:
     explorer.settle()
     trace = mh.trace(layer, x)
     torch.testing.assert_close(explorer.tensor("output"), trace["output"].detach(), rtol=1e-4, atol=1e-5)
-    assert "no mask" in explorer.page.inner_text("#mask-summary")
+    assert explorer.page.inner_text("#mask-summary") == "none"
     explorer.close()
     running.close()
+
+
+def test_on_a_narrow_screen_the_number_stays_in_sight(chromium: Any, server: Any) -> None:
+    """The panel is below the stage there, out of sight of what was touched."""
+    explorer = Explorer(chromium, server, viewport={"width": 360, "height": 800}).open("model=lm&step=3&head=2")
+    brief = explorer.page.locator(".number-brief")
+    assert brief.is_hidden()
+    chosen = explorer.page.locator(".strip [aria-current]").bounding_box()
+    assert chosen is not None
+    assert 0 <= chosen["x"] <= 360 - chosen["width"], "the strip does not begin with the step on the stage"
+    explorer.click("weights", 2, 7, 4)
+    assert explorer.state["at"] == "weights.2.7.4"
+    assert explorer.title in brief.inner_text()
+    assert explorer.page.inner_text("#number-value") in brief.inner_text()
+    brief.click()
+    brief.wait_for(state="hidden")
+    bounds = explorer.page.locator("#number-title").bounding_box()
+    assert bounds is not None
+    assert 0 <= bounds["y"] < 800, "the panel did not come into sight"
+    explorer.page.set_viewport_size({"width": 1440, "height": 800})
+    explorer.js("() => scrollTo(0, document.body.scrollHeight)")
+    assert explorer.settle().page.locator(".number-brief").is_hidden()
+    explorer.close()
+
+
+IN_SIGHT = """() => {
+  const below = document.querySelector('.strip').getBoundingClientRect().bottom;
+  const title = document.querySelector('#stage-title').getBoundingClientRect();
+  return title.top >= below - 1 && title.bottom < innerHeight; }"""
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_what_was_chosen_from_afar_comes_into_sight(chromium: Any, server: Any, width: int) -> None:
+    """The strip stays at the upper edge, and the wall is below the stage."""
+    explorer = Explorer(chromium, server, viewport={"width": width, "height": 900}).open("model=lm&step=3")
+    down = "() => scrollTo(0, document.body.scrollHeight)"
+    explorer.js(down)
+    assert not explorer.settle().js(IN_SIGHT)
+    explorer.page.locator(".strip button[data-step='5']").click()
+    assert explorer.settle().js(IN_SIGHT)
+    explorer.js(down)
+    explorer.page.get_by_role("button", name="Show layer 1, head 2").click()
+    assert explorer.settle().state["head"] == 2
+    assert explorer.js(IN_SIGHT)
+    explorer.js(down)
+    explorer.page.get_by_role("button", name="Show layer 1, head 4").click()  # the step stays the same
+    assert explorer.settle().js(IN_SIGHT)
+    explorer.page.locator(".rail .head").nth(5).scroll_into_view_if_needed()
+    before = explorer.js("() => scrollY")
+    explorer.page.locator(".rail .head").nth(5).click()
+    assert explorer.settle().js("() => scrollY") == before, "choosing a head scrolls the page"
+    explorer.close()
+
+
+def test_grids_in_a_row_stand_on_one_line(explorer: Explorer) -> None:
+    for step, grids in ((1, ("x", "w", "part")), (7, ("merged", "w_o", "output"))):
+        explorer.page.set_viewport_size({"width": 1440, "height": 900})
+        explorer.open(f"model=lm&step={step}")
+        first = {"x": [0, 0], "w": [0, 0, 0], "part": [0, 0, 0], "merged": [0, 0], "w_o": [0, 0, 0], "output": [0, 0]}
+        tops = explorer.js(
+            """given => given.map(([name, index]) => {
+                 const canvas = document.querySelector(`.stage canvas[data-grid='${name}']`);
+                 return [canvas.getBoundingClientRect().top, canvas.getBoundingClientRect().bottom]; })""",
+            [[name, first[name]] for name in grids],
+        )
+        assert len({round(top) for top, _ in tops}) == 1, tops
 
 
 SHIFTS = """globalThis.shifts = [];

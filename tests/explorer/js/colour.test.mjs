@@ -52,7 +52,14 @@ test("OKLab and back", () => {
 });
 
 test("weights are on 0…1; everything else is symmetric around zero, and −∞ does not stretch it", () => {
-  assert.deepEqual(scaleOf("weights", Float32Array.from([0.1])), { kind: "sequential", low: 0, high: 1 });
+  assert.deepEqual(scaleOf("weights"), { kind: "sequential", low: 0, high: 1 });
+  assert.equal(scaleOf("weights", Float32Array.from([0, 0.6, 0.7])).high, 1, "what is hidden does not count");
+  const pale = Float32Array.from({ length: 30_000 }, (_, n) => (n % 100 === 0 ? 1 : 0.01 + 0.02 * ((n % 100) / 100)));
+  const end = scaleOf("weights", pale);
+  assert.ok(end.beyond && end.high >= 0.029 && end.high < 0.045, `ends at ${end.high}`);
+  assert.equal(pale.filter((w) => w > end.high).length, 300, "one in a hundred is beyond it");
+  assert.equal(scaleOf("weights", new Float32Array(9)).high, 1);
+  assert.equal(scaleOf("weights", new Float32Array(5000).fill(0.0125)).high, 0.025, "weights that are all alike are half way");
   const scale = scaleOf("masked", Float32Array.from([-Infinity, 2, -3.21]), Float32Array.from([1]));
   assert.equal(scale.low, -scale.high);
   assert.ok(scale.high >= 3.21 && scale.high < 3.5);

@@ -21,7 +21,7 @@ test("every key there and back, hostile text too", () => {
 });
 
 test("what is not understood stays at its default; numbers are kept in their range", () => {
-  const state = parseState("step=99&layer=-3&head=x&speed=1e999&with=rm&theme=&mixing=yes&temperature=0&__proto__=1&constructor=2&unknown=3");
+  const state = parseState("at=weights:3,4,1&step=99&layer=-3&head=x&speed=1e999&with=rm&theme=&mixing=yes&temperature=0&__proto__=1&constructor=2&unknown=3");
   assert.deepEqual({ ...state, step: 3, layer: 0, temperature: 1 }, DEFAULTS);
   assert.deepEqual([state.step, state.layer, state.temperature], [7, 0, 0.05]);
   assert.equal(parseState(`text=${"a".repeat(30000)}`).text, null);

@@ -1,6 +1,6 @@
 // What every part of the page knows: the store, the session, what is pointed at and what is locked, colours and light.
 
-import { scaleOf } from "./colour.js";
+import { FEW_KEYS, scaleOf } from "./colour.js";
 import { eachFrame } from "./dom.js";
 import { ancestry, exists, formatCell, parseCell } from "./explain.js";
 import { createSignal } from "./state.js";
@@ -69,7 +69,8 @@ export function createApp(store, session, mode) {
     const family = FAMILIES.find((names) => names.includes(name)) ?? [name];
     let scale = kept.get(family[0]);
     if (!scale) {
-      scale = scaleOf(name, ...family.map((n) => scene.tensors[n]?.data).filter(Boolean));
+      const few = name === "weights" && scene.keyLabels.length <= FEW_KEYS;
+      scale = few ? scaleOf(name) : scaleOf(name, ...family.map((n) => scene.tensors[n]?.data).filter(Boolean));
       kept.set(family[0], scale);
     }
     return scale;
@@ -125,6 +126,8 @@ export function createApp(store, session, mode) {
       lit = null;
     },
     lightUp: () => {},
+    /** Bring the stage into sight with the next picture. */
+    toStage: () => {},
     /** @type {(text: string) => void} */
     live: () => {},
     /** @type {(table: any) => void} */

@@ -116,7 +116,8 @@ export function place(value, low, high) {
   return Math.min(STEPS - 1, Math.max(0, Math.floor(t * STEPS)));
 }
 
-/** A scale for these numbers. @typedef {{kind: "sequential" | "diverging", low: number, high: number}} Scale */
+/** A scale for these numbers; `beyond`: some are larger than its end.
+ * @typedef {{kind: "sequential" | "diverging", low: number, high: number, beyond?: boolean}} Scale */
 
 /** @type {WeakMap<Float32Array, number>} */
 const known = new WeakMap();
@@ -134,10 +135,38 @@ function largest(data) {
   return most;
 }
 
-/** The scale of a tensor: 0…1 for weights, symmetric around zero for everything else. −∞ does not count.
+/** @type {WeakMap<Float32Array, number>} */
+const ends = new WeakMap();
+/** With so few keys 0…1 shows every weight, and changes of the mask keep their scale. */
+export const FEW_KEYS = 32;
+const SAMPLED = 4096; // weights that are looked at for the end of their scale
+
+/** What all but one in fifty weights stay below; what is hidden does not count. @param {Float32Array} data */
+function mostStayBelow(data) {
+  let end = ends.get(data);
+  if (end === undefined) {
+    const by = Math.max(1, Math.floor(data.length / SAMPLED)) | 1; // odd, so that it meets all columns
+    const some = Float32Array.from({ length: Math.ceil(data.length / by) }, (_, n) => data[n * by]).filter((w) => w > 0).sort();
+    const at = (/** @type {number} */ share) => some[Math.floor(share * (some.length - 1))];
+    end = some.length ? Math.max(at(0.98), 2 * at(0.5)) : 1; // weights that are all alike are half way
+    ends.set(data, end);
+  }
+  return end;
+}
+
+/** The scale of weights: 0…1. Where they are given and nearly all are smaller than a half, as over many items, it ends
+ * where they do: all would be pale. @param {Float32Array[]} tensors @returns {Scale} */
+function scaleOfWeights(tensors) {
+  const end = Math.max(0, ...tensors.map(mostStayBelow));
+  if (!tensors.length || end >= 0.5) return { kind: "sequential", low: 0, high: 1 };
+  const high = Number((end * 1.005).toPrecision(2));
+  return { kind: "sequential", low: 0, high, beyond: tensors.some((t) => largest(t) > high) };
+}
+
+/** The scale of a tensor: from 0 on for weights, symmetric around zero for everything else. −∞ does not count.
  * @param {string} name @param {Float32Array[]} tensors the same scale for all of these @returns {Scale} */
 export function scaleOf(name, ...tensors) {
-  if (name === "weights") return { kind: "sequential", low: 0, high: 1 };
+  if (name === "weights") return scaleOfWeights(tensors);
   const most = Math.max(0, ...tensors.map(largest));
   const round = most > 0 ? Number(most.toPrecision(2)) : 1;
   const high = round < most ? round * 1.02 : round;

@@ -16,7 +16,7 @@ const BAND = 7; // pixels of the band that says which head a column belongs to
  *   bands?: {size: number, heads: number, first?: number}, rowBands?: {size: number, heads: number}, lane?: HTMLCanvasElement,
  *   reveal?: number | null, drop?: number | null, alpha?: Float32Array | null, edge?: string}} Shown */
 
-/** @param {any} app @param {{square?: boolean, height?: number, cell?: number, id: string, bare?: boolean, say?: (row: number, column: number, value: number) => string}} options
+/** @param {any} app @param {{square?: boolean, height?: number, cell?: number, top?: number, id: string, bare?: boolean, say?: (row: number, column: number, value: number) => string}} options
  * `say`: numbers that no step made speak for themselves, and light nothing up. */
 export function createGrid(app, options) {
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-describedby": "live", "data-grid": options.id });
@@ -47,8 +47,8 @@ export function createGrid(app, options) {
     ctx.font = FONT;
     const widest = (/** @type {string[]} */ labels) => labels.reduce((most, label) => Math.max(most, widthOf(ctx, label)), 0);
     const left = (s.rowLabels ? Math.min(Math.max(72, width * 0.2), 8 + widest(s.rowLabels)) : 0) + (s.rowBands ? BAND + 3 : 0);
-    const upright = s.columnLabels ? Math.min(84, 11 + widest(s.columnLabels) * 0.87) : 0;
-    const top = Math.max(s.rowLabels ? 6 : 0, upright + (s.bands ? BAND + 3 : 0) + (s.lane ? BAND + 5 : 0));
+    const upright = s.columnLabels ? Math.min(84, 14 + widest(s.columnLabels) * 0.87) : 0;
+    const top = Math.max(6, options.top ?? 0, upright + (s.bands ? BAND + 3 : 0) + (s.lane ? BAND + 5 : 0));
     const most = options.cell ?? 30;
     const room = Math.max(40, width - left - (s.columnLabels ? 26 : 1));
     let cw = Math.min(most, room / at.C);
@@ -72,7 +72,7 @@ export function createGrid(app, options) {
   function draw() {
     if (!shown || !cells) return;
     const s = shown;
-    const total = { width: box.left + box.width + (s.columnLabels ? 26 : 1), height: box.top + box.height + (s.rowLabels ? 6 : 1) };
+    const total = { width: box.left + box.width + (s.columnLabels ? 26 : 1), height: box.top + box.height + 6 };
     const ctx = fit(canvas, Math.min(total.width, width), total.height);
     const colours = app.colours();
     drawCells(ctx, s, colours);
@@ -311,7 +311,7 @@ export function createGrid(app, options) {
       name.textContent = next.name ?? next.view.name;
       shape.textContent = shapeText(next.view.t.shape);
       note.textContent = next.note ?? "";
-      legend.show(next.ink);
+      legend.show(next.ink, next.ink.scale.beyond);
       const [R, C] = [layoutSize(next.view.rows, next.view), layoutSize(next.view.columns, next.view)];
       canvas.setAttribute("aria-label", `${next.name ?? next.view.name}, ${R} rows and ${C} columns${next.note ? `, ${next.note}` : ""}. Arrow keys move over its numbers${options.say ? "" : ", Enter locks one"}.`);
       repaint();

@@ -1,6 +1,6 @@
 // Every head of every layer as a thumbnail, sorted and filtered by the finder; two pinned side by side; a switch on each.
 
-import { headColour } from "./colour.js";
+import { FEW_KEYS, headColour, scaleOf } from "./colour.js";
 import { choice, el, fillChoice, segmented } from "./dom.js";
 import { numberText } from "./explain.js";
 import { createGrid } from "./grid.js";
@@ -47,14 +47,18 @@ export function createHeads(app) {
     const { maps } = session.wall.get();
     const canvas = el("canvas", { "aria-hidden": "true" });
     const name = `layer ${head.layer}, head ${head.head}`;
-    const show = el("button", { type: "button", class: "thumb", "aria-label": `Show ${name}`, onclick: () => store.set({ layer: head.layer, head: head.head, step: 3, at: "" }, { push: true }) }, canvas);
+    const show = el("button", { type: "button", class: "thumb", "aria-label": `Show ${name}`, onclick: () => {
+      app.toStage();
+      store.set({ layer: head.layer, head: head.head, step: 3, at: "" }, { push: true });
+    } }, canvas);
     const pin = el("button", { type: "button", class: "small", text: "Pin", "aria-label": `Pin ${name}`, "data-do": "pin", onclick: () => pinned(head) });
     const off = el("button", { type: "button", class: "small", text: "Off", "aria-label": `Switch off ${name}`, "data-do": "off", onclick: () => store.set({ off: togglePair(store.get().off, head.layer, head.head) }, { push: true }) });
     const figure = el("span", { class: "figure" });
     const item = el("li", { "data-head": `${head.layer}.${head.head}` }, show, el("span", { class: "name" }, el("b", { text: `${head.layer}·${head.head}` }), figure), el("span", { class: "buttons" }, pin, off));
     const { shape: [, R, C] } = maps;
     const view = { name: "maps", t: maps, rows: [1], columns: [2], fixed: { 0: n } };
-    const image = bitmap(pixels(view, layout(view), app.ink("weights"), 2 * THUMB, 2 * THUMB));
+    const ink = { ...app.ink("weights"), scale: C > FEW_KEYS ? scaleOf("weights", maps.data) : scaleOf("weights") }; // one for all layers
+    const image = bitmap(pixels(view, layout(view), ink, 2 * THUMB, 2 * THUMB));
     fit(canvas, THUMB, (THUMB * R) / C).drawImage(image, 0, 0, THUMB, (THUMB * R) / C);
     return item;
   }

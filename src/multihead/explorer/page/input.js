@@ -86,11 +86,12 @@ export function createInput(app) {
       const token = app.chosenToken(to ? "query" : "key");
       const { shape: [H, Q, K], data } = scene.tensors.weights;
       const h = Math.min(state.head, H - 1);
+      const { scale } = app.ink("weights");
       [...chips.children].forEach((item, n) => {
         const button = /** @type {HTMLElement} */ (item.firstElementChild);
         const weight = token === null ? 0 : to ? data[(h * Q + token) * K + n] : data[(h * Q + n) * K + token];
-        const strong = weight > 0.45;
-        button.style.setProperty("--weight", token === null ? "transparent" : cssColour({ kind: "sequential", low: 0, high: 1 }, weight, app.theme()));
+        const strong = weight > 0.45 * scale.high;
+        button.style.setProperty("--weight", token === null ? "transparent" : cssColour(scale, weight, app.theme()));
         button.classList.toggle("strong", token !== null && strong);
         button.setAttribute("aria-pressed", String(token === n));
       });

@@ -66,7 +66,7 @@ export function openPage(root) {
     el("main", { id: "explore" }, input.node, mask.panel, mask.cheat, compare.node, views.node, map.node, strip.node, provisional, el("div", { class: "desk" }, stage.node, el("div", { class: "side" }, number.node)), predict.node, heads.node),
     learn.node,
     el("footer", {}, keys),
-    live, table.node);
+    number.brief, live, table.node);
 
   const light = () => {
     app.dim();
@@ -100,6 +100,19 @@ export function openPage(root) {
   session.trouble.subscribe(opened);
 
   let walked = false;
+  let wanted = false; // the stage is to come into sight
+  app.toStage = () => {
+    wanted = true;
+  };
+
+  /** The strip stays at the upper edge, so a step can be chosen from far below: what it shows must be seen. */
+  function reveal() {
+    const { top } = stage.node.getBoundingClientRect();
+    const reading = number.node.contains(document.activeElement) && number.node.getBoundingClientRect().top > top + 300; // the panel, which stands below it
+    if (wanted && !reading && (top < strip.node.getBoundingClientRect().bottom || top > 0.7 * innerHeight)) stage.node.scrollIntoView({ block: "start" });
+    wanted = false;
+  }
+
   function refresh() {
     dress();
     room();
@@ -122,6 +135,7 @@ export function openPage(root) {
     strip.update();
     stage.update(walked);
     walked = false;
+    reveal();
     number.show();
     heads.update();
     predict.update();
@@ -149,7 +163,7 @@ export function openPage(root) {
       if (how.push) history.pushState(null, "", fragment);
       else history.replaceState(null, "", fragment);
     }
-    if (state.step !== before.step) walked = true;
+    if (state.step !== before.step) walked = wanted = true;
     if (LOADS.some((key) => /** @type {any} */ (state)[key] !== /** @type {any} */ (before)[key])) session.load();
     soon();
   });

@@ -214,8 +214,9 @@ export function createMaskEditor(app) {
       const scene = session.scene.get();
       if (!scene) return;
       const { mask } = scene;
-      summary.textContent = describeMask(mask).split(":")[0];
-      says.textContent = `${describeMask(mask)}. Filled cells may be seen: queries down, keys across. Draw to change it.`;
+      summary.textContent = mask.kind === "none" ? "none" : describeMask(mask).split(":")[0]; // "Mask" stands before it
+      const said = describeMask(mask);
+      says.textContent = `${said[0].toUpperCase()}${said.slice(1)}. Filled cells may be seen: queries down, keys across. Draw to change it.`;
       kinds.show(mask.kind);
       own.setAttribute("aria-pressed", String(!store.get().mask));
       fields(mask, scene.labels.length);

@@ -2,7 +2,7 @@
 // that add most. A term leads to where it came from; back and forward walk that path.
 
 import { headColour } from "./colour.js";
-import { el } from "./dom.js";
+import { eachFrame, el } from "./dom.js";
 import { explain, exists, formatCell, numberText, parseCell, titleOf } from "./explain.js";
 
 /** @param {any} app */
@@ -28,6 +28,15 @@ export function createNumber(app) {
     at += by;
     app.go(parseCell(next));
   }
+
+  // On a narrow screen the panel stands below the stage: the number itself then stays in sight at the lower edge.
+  const brief = el("button", { type: "button", class: "number-brief", hidden: true, onclick: () => node.scrollIntoView({ block: "start" }) });
+  let inSight = true;
+  const away = () => (brief.hidden = inSight || !app.pointed());
+  new IntersectionObserver(([entry]) => {
+    inSight = entry.isIntersecting;
+    away();
+  }).observe(node);
 
   /** The largest weight of the chosen token, or of the last row: something to look at before anything is pointed at. @param {any} scene */
   function instance(scene) {
@@ -72,6 +81,8 @@ export function createNumber(app) {
     if (high > tallest) [tallest, node.style.minHeight] = [high, `${high}px`];
   }
 
+  const holdSoon = eachFrame(holdPlace); // in the next frame: to ask for its height now would lay the page out twice
+
   function show() {
     const scene = app.session.scene.get();
     if (!scene) return;
@@ -84,21 +95,24 @@ export function createNumber(app) {
     back.disabled = at <= 0;
     forward.disabled = at >= path.length - 1;
     free.disabled = !app.store.get().at;
+    away();
     const now = { scene, cell: formatCell(cell), theme: app.theme() };
     if (now.scene === shown.scene && now.cell === shown.cell && now.theme === shown.theme) return; // a term under the pointer stays the one that is clicked
     shown = now;
     title.textContent = said.title;
     value.textContent = `= ${numberText(said.value)}`;
+    brief.replaceChildren(el("span", { text: said.title }), el("b", { text: `= ${numberText(said.value)}` }), el("span", { class: "hint", text: "why?" }));
     formula.textContent = said.formula;
     lines.replaceChildren(...said.lines.map((text) => el("p", { text })));
     const most = said.terms.reduce((m, term) => Math.max(m, Math.abs(term.value)), 1e-30);
     terms.classList.toggle("signed", said.bars === "signed");
     terms.classList.toggle("shares", said.bars === "share");
+    terms.classList.toggle("named", said.bars === "signed" && said.terms.length <= 2); // whole names of cells: a line each
     terms.replaceChildren(...said.terms.map((term) => row(scene, term, said.bars === "share" ? 1 : most, said.bars)));
     const own = said.bars === "share" ? said.terms.findIndex((term) => term.cells[0]?.index[2] === cell.index[2]) : -1;
     terms.children[own]?.classList.add("own");
     rest.textContent = !said.rest ? "" : said.rest.count === 1 ? `One more adds ${numberText(said.rest.value)}.` : `The other ${said.rest.count} add ${numberText(said.rest.value)}.`;
-    holdPlace();
+    holdSoon();
     if (exists(scene, pointed)) app.live(`${said.title} = ${numberText(said.value)}`);
   }
 
@@ -119,6 +133,7 @@ export function createNumber(app) {
 
   return {
     node,
+    brief,
     show,
     /** Keep the path in step with what is locked. @param {string} locked */
     follow(locked) {

@@ -208,7 +208,7 @@ export function createPicture(app) {
     legend.show({ scale, theme: "dark" });
     eachHead(scene, g, pixels, token);
     caption.textContent = `${store.get().way === "to" ? "Where it looks" : "Who looks at it"}${store.get().rollout && session.wall.get()?.rollout ? ", rolled out" : ""}`;
-    const firstItem = g.first ? ` ${scene.labels[0]} ${numberOf(at(0))}.` : "";
+    const firstItem = g.first ? ` The ${scene.labels[0]} token: ${numberOf(at(0))}.` : "";
     const travelled = fromLink && fromLink === store.get().packed ? " The picture came packed in a link: its numbers differ a little from the original's." : "";
     says.textContent = words + firstItem + travelled;
     way.show(store.get().way);

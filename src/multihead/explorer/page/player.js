@@ -83,6 +83,9 @@ export function createPlayer(app, draw) {
     get t() {
       return t;
     },
+    get playing() {
+      return playing;
+    },
     /** A step with so many beats is on the stage; `go`: it was walked to, so let it move. @param {number} count @param {boolean} go */
     begin(count, go) {
       beats = count;

@@ -90,7 +90,7 @@ export function createStage(app) {
         player.begin(step.beats(scene), walked);
       } else {
         player.resize(step.beats(scene));
-        draw();
+        if (!player.playing) draw(); // else the next tick does
       }
     },
     /** The light moved: redraw what it falls on, and nothing else. */

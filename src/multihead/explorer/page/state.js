@@ -67,7 +67,7 @@ export function parseState(fragment) {
       if (text === "1" || text === "0") state[key] = text === "1";
     } else if (Object.hasOwn(CHOICES, key)) {
       if (/** @type {any} */ (CHOICES)[key].includes(text)) state[key] = text;
-    } else state[key] = text;
+    } else if (key !== "at" || /^[a-z_]+(\.\d{1,6})+$/.test(text)) state[key] = text;
   }
   const asked = new URLSearchParams(fragment.replace(/^#/, ""));
   if (asked.has("sort") && !asked.has("metric") && state.sort !== "place") state.metric = state.sort; // sorted by it, so it is what is shown

@@ -11,10 +11,10 @@ const MOST = 40; // slabs that are still seen apart
 const ONE = { along: "rows", size: Infinity, first: 0 };
 const NAMES = ["q", "q_heads", "weights", "heads", "transposed", "merged", "output"];
 
-/** Slabs in a box, as near to square as can be. @param {number} count */
+/** Slabs in a box, as near to square as can be, with as few places left over. @param {number} count */
 function arrange(count) {
-  const columns = Math.min(count, Math.ceil(Math.sqrt((count * WIDE) / HIGH)));
-  return { columns, rows: Math.ceil(count / columns) };
+  const rows = Math.ceil(count / Math.min(count, Math.ceil(Math.sqrt((count * WIDE) / HIGH))));
+  return { columns: Math.ceil(count / rows), rows };
 }
 
 /** @param {any} app */
@@ -97,6 +97,7 @@ export function createStrip(app) {
     node,
     draw,
     go,
+    /** Its words; the stage has it drawn. */
     update() {
       const scene = app.session.scene.get();
       const { step } = app.store.get();
@@ -109,7 +110,6 @@ export function createStrip(app) {
         button.setAttribute("aria-label", `Step ${n + 1}, ${words.title}, ${t ? `shape ${t.shape.join(" by ")}` : "not given by this model"}`);
         if (n + 1 !== step) button.removeAttribute("aria-current");
       });
-      draw();
       const chosen = buttons[step - 1];
       if (!chosen.hasAttribute("aria-current") && node.scrollWidth > node.clientWidth) { // in the middle, where there is no room for all
         const [around, own] = [node.getBoundingClientRect(), chosen.getBoundingClientRect()];

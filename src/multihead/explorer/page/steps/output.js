@@ -24,9 +24,9 @@ export function writtenBy(scene, n) {
 
 /** @param {any} app */
 export function createOutput(app) {
-  const merged = createGrid(app, { id: "merged", height: 240 });
-  const matrix = createGrid(app, { id: "w_o", height: 240 });
-  const result = createGrid(app, { id: "output", height: 240 });
+  const merged = createGrid(app, { id: "merged", height: 240, top: 13 }); // room for the lane above the output, in all three
+  const matrix = createGrid(app, { id: "w_o", height: 240, top: 13 });
+  const result = createGrid(app, { id: "output", height: 240, top: 13 });
   const mixing = createGrid(app, { id: "mixing", square: true, height: 230, cell: 26, say: (h, g, value) => `head ${h} writes ${numberText(value)} of the length of W_o to group ${g}` });
   const box = el("input", { type: "checkbox", id: "mixing-switch", onchange: () => app.store.set({ mixing: box.checked }, { push: true }) });
   const says = el("p", { class: "verdict", id: "mixing-says" });
