@@ -230,6 +230,10 @@ def test_on_a_narrow_screen_the_number_stays_in_sight(chromium: Any, server: Any
     explorer.page.set_viewport_size({"width": 1440, "height": 800})
     explorer.js("() => scrollTo(0, document.body.scrollHeight)")
     assert explorer.settle().page.locator(".number-brief").is_hidden()
+    for elsewhere in ("view=map", "lesson=width"):  # where there is no panel
+        explorer.page.set_viewport_size({"width": 360, "height": 800})
+        explorer.open(f"model=lm&step=3&at=weights.2.7.4&{elsewhere}")
+        assert brief.is_hidden(), elsewhere
     explorer.close()
 
 

@@ -221,21 +221,27 @@ def test_a_client_that_does_not_finish_its_request_is_dropped(server: Client, mo
         assert plain.recv(4096).split()[1] == b"408"
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"\x16\x03\x01"])
+FIRST = b"GET /icon.svg HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "sent"),
+    [(b"", b""), (b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"), (b"", b"\x16\x03\x01"), (FIRST, b"GET / HT")],
+    ids=["nothing", "half a request", "not HTTP", "half a second request"],
+)
 def test_a_client_that_does_not_come_to_ask_is_dropped(
-    session: Session, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    session: Session, monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
 ) -> None:
     monkeypatch.setattr(serve, "SECONDS_TO_ASK", 0.3)
     with serve.start(session, port=0, browser=False) as running:
         port = int(running.url.split(":")[2].split("/")[0])
-        for before in (b"", b"GET /icon.svg HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"):  # at first, and after a request
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
+            if before:
                 plain.sendall(before)
-                if before:
-                    assert plain.recv(4096).startswith(b"HTTP/1.1 200")
-                plain.sendall(sent)
-                while plain.recv(4096):
-                    pass
+                assert plain.recv(4096).startswith(b"HTTP/1.1 200")
+            plain.sendall(sent)
+            while plain.recv(4096):
+                pass
 
 
 def test_a_computation_that_takes_too_long_is_stopped(
