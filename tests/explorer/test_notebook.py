@@ -40,7 +40,7 @@ def test_cells_end_in_widgets(tmp_path: Path) -> None:
     for cell in done.cells[1:4]:
         [output] = [o for o in cell.outputs if o.output_type == "execute_result"]
         assert WIDGET in output.data
-    assert "data:image/png" in done.cells[2].outputs[-1].data["text/html"]
+        assert "data:image/png" in output.data["text/html"]
     assert done.cells[4].outputs[0].text.strip() == "None"
 
 
