@@ -27,7 +27,8 @@ PICTURES = [
 
 
 def main(folder: Path) -> None:
-    browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "chromium-browser", "chromium-headless-shell")
+    browser_path = next(filter(None, map(shutil.which, names)), None)
     if browser_path is None:
         sys.exit("no chromium: apt-get install chromium")
     folder.mkdir(parents=True, exist_ok=True)

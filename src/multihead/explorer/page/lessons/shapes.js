@@ -49,7 +49,7 @@ export function shapesLesson(room) {
     layer = makeLayer({ ...sizes, words: wordsOf(SENTENCE) });
     ask.clear();
     const { H } = sizes;
-    shown.show("w_q", layer.known.w_q, { name: "one of them", note: "a word goes in down the side, the heads lie across", rows: [0], columns: [1, 2], bands: { size: sizes.E / H, heads: H } });
+    shown.show("w_q", layer.known.w_q, { name: "one of them", shape: "", note: "a word goes in down the side, the heads lie across", rows: [0], columns: [1, 2], bands: { size: sizes.E / H, heads: H } });
   }
   draw();
   return {

@@ -80,7 +80,7 @@ export function splitLesson(room) {
     switched.show(way);
     whole.show("q", q, { name: "q", note: "head after head in the row of each word", rowLabels: words, rows: [0], columns: [1, 2], bands: { size: q.shape[2], heads: q.shape[1] } });
     const made = WAYS[way].make(q);
-    alone.show("q", made, { name: "head 0", note: "whose numbers it holds", rowLabels: heldBy(q, made, 0).map(([word, head]) => `${words[word]}, head ${head}`), rows: [1], columns: [2], fixed: { 0: 0 } }, [q]);
+    alone.show("q", made, { name: "head 0", shape: "", note: "whose numbers it holds", rowLabels: heldBy(q, made, 0).map(([word, head]) => `head ${head}, ${words[word]}`), rows: [1], columns: [2], fixed: { 0: 0 } }, [q]);
   }
   draw();
   return {

@@ -40,15 +40,15 @@ export function itemsLesson(room) {
   return { words: ["A sentence goes in as a row of words, and each word as a list of numbers. How many numbers a word has is the width of the model; we call it E.", "(Real models cut text into smaller pieces, called tokens. Whole words are fine for us.)"], picture: [words.node, width.node, shown.node], tasks: [ask.node], draw };
 }
 
-/** The heads of a live layer side by side, each with its hue. @param {any} room @param {{E: number, H: number}} sizes */
-function headsSideBySide(room, sizes) {
+/** The heads of a live layer side by side, each with its hue. @param {any} room @param {{E: number, H: number}} sizes @param {string} [shape] */
+function headsSideBySide(room, sizes, shape = undefined) {
   const shown = picture(room.app, "lesson-merged");
   const words = wordsOf(SENTENCE);
   return {
     node: shown.node,
     draw() {
       const t = run(makeLayer({ ...sizes, words }));
-      shown.show("merged", t.merged, { name: `${sizes.H} ${sizes.H === 1 ? "head" : "heads side by side"}`, rowLabels: words, bands: { size: sizes.E / sizes.H, heads: sizes.H } });
+      shown.show("merged", t.merged, { name: `${sizes.H} ${sizes.H === 1 ? "head" : "heads side by side"}`, shape, rowLabels: words, bands: { size: sizes.E / sizes.H, heads: sizes.H } });
       return t;
     },
   };
@@ -127,7 +127,7 @@ export function wideLesson(room) {
 /** @param {any} room */
 export function concatenateLesson(room) {
   const sizes = { E: 512, H: 8 };
-  const shown = headsSideBySide(room, sizes);
+  const shown = headsSideBySide(room, sizes, ""); // its shape is the answer
   const choice = sizeChoice(sizes, () => draw());
   const asked = el("span");
   /** @type {any} */
