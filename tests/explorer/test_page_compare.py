@@ -83,6 +83,9 @@ def test_two_layers_and_a_layer_with_itself(layer_and_x: Any) -> None:
     assert answer.meta["first"] == "v"
     assert {row["name"]: row["same"] for row in answer.meta["rows"]}["weights"] is True
     torch.testing.assert_close(answer.tensors["right.output"], mh.trace(other, x)["output"])
+    for second in (mh.models.load("vit"), mh.models.load("lm")):
+        with pytest.raises(ValueError, match=f"the same x, and {type(second).__name__} does not take it"):
+            _session(layer, (second,), x, {})
     with pytest.raises(TypeError, match="expected a model"):
         _session(layer, (x, x), None, {})
 
