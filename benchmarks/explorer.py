@@ -141,7 +141,8 @@ def memory(browser: Any) -> None:
 
 
 def main() -> None:
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "chromium-browser", "chromium-headless-shell")
+    path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         sys.exit("no chromium: apt-get install chromium")
     torch.manual_seed(0)

@@ -21,13 +21,14 @@ PICTURES = [
     ("explorer-phone", 390, 844, "light", "model=lm&step=2", None),
     ("mask", 1280, 900, "light", "model=lm&step=3&mask=none", ".cheat"),
     ("heads", 1280, 900, "light", f"model=lm&text={REPEATS}&sort=induction&layer=1&off=1.0&pins=0.0,1.0", ".heads"),
-    ("learn", 1280, 700, "light", "lesson=width", None),
+    ("learn", 1280, 740, "light", "lesson=width", None),
     ("picture", 1280, 900, "light", "model=vit&sample=ankle+boot&layer=1&head=1&at=query.18", ".input"),
 ]
 
 
 def main(folder: Path) -> None:
-    browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "chromium-browser", "chromium-headless-shell")
+    browser_path = next(filter(None, map(shutil.which, names)), None)
     if browser_path is None:
         sys.exit("no chromium: apt-get install chromium")
     folder.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def test_cells_end_in_widgets(tmp_path: Path) -> None:
     for cell in done.cells[1:4]:
         [output] = [o for o in cell.outputs if o.output_type == "execute_result"]
         assert WIDGET in output.data
-    assert "data:image/png" in done.cells[2].outputs[-1].data["text/html"]
+        assert "data:image/png" in output.data["text/html"]
     assert done.cells[4].outputs[0].text.strip() == "None"
 
 
@@ -111,6 +111,10 @@ def test_jupyterlab_shows_it_and_selections_come_back(chromium: Any, tmp_path: P
         frame.locator(".token[aria-pressed=true]").wait_for()
         run_cell(page, 4)
         page.wait_for_selector(".jp-OutputArea-output pre:has-text('pizza')", timeout=60_000)
+        for number, shown in ((2, ".strip button[aria-current]"), (3, ".map:not([hidden])")):  # a trace, a lens
+            run_cell(page, number)
+            bare = page.locator(".jp-Notebook .jp-Cell").nth(number).frame_locator("iframe[title='multihead explorer']")
+            bare.locator(shown).wait_for(timeout=120_000)
         assert [url for url in left if "jupyter" not in url] == []
     finally:
         page.close()

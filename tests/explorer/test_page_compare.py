@@ -1,9 +1,14 @@
 """Two side by side: the doctor's verdict, the first tensor that differs, the same colours, and what is not exposed."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +83,9 @@ def test_two_layers_and_a_layer_with_itself(layer_and_x: Any) -> None:
     assert answer.meta["first"] == "v"
     assert {row["name"]: row["same"] for row in answer.meta["rows"]}["weights"] is True
     torch.testing.assert_close(answer.tensors["right.output"], mh.trace(other, x)["output"])
+    for second in (mh.models.load("vit"), mh.models.load("lm")):
+        with pytest.raises(ValueError, match=f"the same x, and {type(second).__name__} does not take it"):
+            _session(layer, (second,), x, {})
     with pytest.raises(TypeError, match="expected a model"):
         _session(layer, (x, x), None, {})
 
@@ -106,6 +114,43 @@ def test_the_command_line_s_candidate(tmp_path: Path) -> None:
     assert (rows["q"]["same"], rows["q"]["how"], rows["merged"]["how"]) == (True, "given", "given")
 
 
+@needs_browser
+def test_the_command_opens_it_and_ctrl_c_ends_it(chromium: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    command = [
+        sys.executable,
+        "-m",
+        "multihead",
+        "doctor",
+        f"{file}:Mine",
+        "--width",
+        "24",
+        "--heads",
+        "3",
+        "--explore",
+    ]
+    env = {**os.environ, "BROWSER": "true"}  # the browser that it opens does nothing: here it is opened in one of ours
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as served:
+        try:
+            assert served.stdout is not None
+            told = ""
+            while "Ctrl-C ends it." not in told:
+                line = served.stdout.readline()
+                assert line, f"it ended: {told}"
+                told += line
+            url = told.partition("side by side at ")[2].split()[0]
+            explorer = Explorer(chromium, type("Told", (), {"url": url})).open("")
+            explorer.page.wait_for_selector(".compare-list button[data-tensor=weights].first")
+            assert explorer.page.inner_text("#compare-title") == "Side by side: the specification and Mine"
+            assert "Scale missing (step 3)" in explorer.page.inner_text("#compare-verdict")
+            explorer.close()
+            served.send_signal(signal.SIGINT)
+            assert served.wait(60) == 1, "what the doctor found ends the command"
+        finally:
+            served.kill()
+
+
 @pytest.fixture(scope="module")
 def server(layer_and_x: Any) -> Iterator[Any]:
     layer, x = layer_and_x
@@ -124,6 +169,14 @@ def test_the_page_marks_the_first_that_differs(explorer: Explorer, layer_and_x: 
     assert mh.diagnose(broken(layer), layer, x).headline in verdict
     ends = [page.locator(f"[data-figure=compare-{side}] .legend").inner_text() for side in ("left", "right")]
     assert ends[0] == ends[1]
+    page.get_by_role("button", name="Show difference as a table").click()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save as npz").click()
+    explorer.press("Escape")
+    with np.load(saved.value.path()) as found:
+        trace = mh.trace(layer, x)
+        gap = (trace["scores"] / layer.scale).softmax(-1) - trace["weights"]
+        torch.testing.assert_close(torch.from_numpy(found["difference"]), gap, rtol=1e-3, atol=1e-6)
     page.locator(".compare-list button[data-tensor=q]").click()
     explorer.settle()
     assert "not exposed" in page.inner_text("#compare-says")
@@ -167,12 +220,58 @@ def test_two_models_layer_by_layer(two_models: Any) -> None:
     assert alone.answer("overview", {"model": "model", "input": TEXT}).meta["first"] is None
 
 
-def test_models_of_other_depths_and_other_predictions_are_told_apart_in_words(layer_and_x: Any) -> None:
+def deeper(left: torch.nn.Module) -> mh.models.VisionTransformer:
+    """The same model with another layer after those it has."""
+    right = mh.models.VisionTransformer(list("abcdefghij"), 16, 2, 3)
+    right.load_state_dict(left.state_dict(), strict=False)
+    return right
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["the deeper second", "the deeper first"])
+def test_of_models_of_other_depths_the_layers_of_both_are_compared(turned: bool) -> None:
     torch.manual_seed(0)
-    made = [mh.models.VisionTransformer(list("abcdefghij")[:c], 16, 2, d) for c, d in ((10, 2), (10, 3), (4, 2))]
-    with pytest.raises(ValueError, match=r"2 layers and .* has 3: expected as many in both"):
-        _session(made[0], (made[1],), None, {})
-    session = _session(made[0], (made[2],), None, {})
+    shallow = mh.models.VisionTransformer(list("abcdefghij"), 16, 2, 2)
+    pair = (deeper(shallow), shallow) if turned else (shallow, deeper(shallow))
+    session = _session(pair[0], (pair[1],), None, {})
+    names = [session.pair.left, session.pair.right]  # type: ignore[union-attr]
+    asked = {"model": "model", "input": session.first["input"]}
+    both = session.answer("overview", asked).meta
+    assert [(row["same"], row["only"]) for row in both["layers"]] == [(True, ""), (True, ""), (None, names[not turned])]
+    assert both["first"] is None
+    assert both["predictions"]["most"] > 0, "the third layer is in it"
+    beyond = session.answer("compare", asked | {"model": "model" if turned else "model-2", "layer": 2}).meta
+    assert beyond["first"] is None
+    assert {row["says"] for row in beyond["rows"]} == {f"not in {names[turned]}: it has no such layer"}
+    assert f"{names[not turned]} has 3 layers" in beyond["words"][0]
+
+
+@needs_browser
+def test_the_layer_that_one_of_two_models_has_alone_is_gone_to(chromium: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    left = mh.models.VisionTransformer(list("abcdefghij"), 16, 2, 2)
+    with serve.start(_session(left, (deeper(left),), None, {}), port=0, browser=False) as running:
+        explorer = Explorer(chromium, running).open("")
+        explorer.page.wait_for_selector(".compare-layers button")
+        assert explorer.page.inner_text("#compare-whole") == "Every layer that both have is the same in both."
+        explorer.page.locator(".compare-layers button[data-layer='2']").click()
+        explorer.page.wait_for_function(
+            "() => document.querySelector('#compare-says').textContent.includes('no such layer')"
+        )
+        assert (explorer.settle().state["model"], explorer.state["layer"]) == ("model-2", 2)
+        assert explorer.page.locator("[data-figure=compare-left]").is_hidden()
+        assert explorer.page.locator("[data-figure=compare-right]").is_visible()
+        explorer.close()
+    mh.explore(left, deeper(left), save=tmp_path / "page.html")
+    saved = Explorer(chromium, type("File", (), {"url": (tmp_path / "page.html").as_uri()})).open("")
+    saved.page.wait_for_selector(".compare-layers button")
+    assert saved.page.locator(".compare-layers button:disabled").get_attribute("data-layer") == "2", "the file has one"
+    saved.close()
+
+
+def test_models_of_other_predictions_are_told_apart_in_words(layer_and_x: Any) -> None:
+    torch.manual_seed(0)
+    made = [mh.models.VisionTransformer(list("abcdefghij")[:c], 16, 2, 2) for c in (10, 4)]
+    session = _session(made[0], (made[1],), None, {})
     asked = {"model": "model", "input": session.first["input"]}
     assert "among 10 classes" in session.answer("overview", asked).meta["predictions"]["says"]
     layer, x = layer_and_x

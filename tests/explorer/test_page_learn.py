@@ -12,91 +12,14 @@ from multihead.explorer import export
 from multihead.explorer.packaged import Example
 from multihead.explorer.session import Session
 from tests.explorer.browser import PACKED, Explorer, chromium, explorer, needs_browser, server, unpacked  # noqa: F401
+from tests.explorer.learner import Learner, layer_of
 from tests.explorer.test_page_look import CUT
 
 pytestmark = needs_browser
-LESSONS = ["items", "width", "wide", "shapes", "inside", "causal", "unmasked", "concatenate", "after", "own", "mixing",
-           "patient"]  # fmt: skip
+LESSONS = ["items", "width", "wide", "shapes", "split", "inside", "causal", "unmasked", "concatenate", "after", "own",
+           "mixing", "patient"]  # fmt: skip
 INSIDE = ["project", "score", "mask", "softmax", "mix"]
 AFTER = ["mix", "transpose", "concatenate", "output"]
-
-
-def layer_of(explorer: Explorer, sizes: dict[str, Any], made: str = "makeLayer") -> tuple[Any, torch.Tensor]:
-    """The learner's layer in JavaScript, as one of ours, and what goes into it."""
-    found = explorer.js(
-        f"""async ([sizes, made]) => {{ {PACKED}
-             const all = {{...await import('./lessons/layer.js'), ...await import('./lessons/patient.js')}};
-             const layer = all[made](sizes);
-             return Object.fromEntries(Object.entries(layer.known).map(([n, t]) => [n, packed(t)])); }}""",
-        [sizes, made],
-    )
-    known = {name: unpacked(t) for name, t in found.items()}
-    E, H, _ = known["w_q"].shape
-    layer = mh.MultiHeadAttention(E, heads=H, bias=False)
-    with torch.no_grad():
-        for name in "qkvo":
-            getattr(layer, f"w_{name}").copy_(known[f"w_{name}"])
-    return layer, known["x"]
-
-
-class Learner:
-    """Somebody at the keyboard."""
-
-    def __init__(self, explorer: Explorer) -> None:
-        self.explorer, self.page = explorer, explorer.page
-
-    def tab_to(self, condition: str) -> None:
-        """Press Tab, or Shift and Tab where that is the way, until the focus is there."""
-        ahead = self.explorer.js(
-            f"""() => {{ const found = [...document.querySelectorAll('button, input, select')].find(e => {condition});
-                 const now = document.activeElement;
-                 return found === now ? 0 : now.compareDocumentPosition(found) & 2 ? -1 : 1; }}"""
-        )
-        for _ in range(80):
-            if self.explorer.js(f"() => {{ const e = document.activeElement; return Boolean({condition}); }}"):
-                return
-            self.page.keyboard.press("Shift+Tab" if ahead < 0 else "Tab")
-        raise AssertionError(f"Tab never came to {condition}")
-
-    def field(self, label: str) -> None:
-        self.tab_to(f"e.getAttribute('aria-label') === {label!r}")
-
-    def answer(self, label: str, text: str) -> str:
-        """Type an answer, press Enter, and read what is said to it."""
-        self.field(label)
-        self.page.keyboard.press("Control+a")
-        self.page.keyboard.type(text)
-        self.page.keyboard.press("Enter")
-        return self.said(label)
-
-    def said(self, label: str) -> str:
-        return self.explorer.js(
-            """l => [...document.querySelectorAll('[aria-label]')].find(e => e.getAttribute('aria-label') === l)
-                 .closest('.question').querySelector('.answer').textContent""",
-            label,
-        )
-
-    def order(self, wanted: list[str]) -> None:
-        """Bring the pieces into this order with the arrow keys."""
-        read = "() => [...document.querySelectorAll('.pieces li')].map(li => li.dataset.id)"
-        for place, piece in enumerate(wanted):
-            while self.explorer.js(read).index(piece) > place:
-                if self.explorer.js("() => document.activeElement.dataset.piece") != piece:
-                    self.tab_to(f"e.dataset.piece === '{piece}'")
-                self.page.keyboard.press("ArrowUp")
-        assert self.explorer.js(read) == wanted
-
-    def check(self) -> str:
-        self.tab_to("e.textContent === 'Check'")
-        self.page.keyboard.press("Enter")
-        return self.explorer.js("() => document.activeElement.closest('form').querySelector('.answer').textContent")
-
-    def next(self, lesson: str) -> None:
-        assert self.explorer.js("() => document.querySelector('#lesson-next').classList.contains('ready')")
-        self.tab_to("e.id === 'lesson-next'")
-        self.page.keyboard.press("Enter")
-        self.page.wait_for_function("l => multihead.app.store.get().lesson === l", arg=lesson)
-        self.explorer.settle()
 
 
 def test_the_whole_walk_by_keyboard(explorer: Explorer) -> None:
@@ -157,6 +80,29 @@ def test_the_whole_walk_by_keyboard(explorer: Explorer) -> None:
     example = mh.MultiHeadAttention(1024, heads=8)
     right = {f"W_{name}": tuple(getattr(example, f"w_{name}").shape) for name in "qkvo"}
     assert write(right).startswith("Right.")
+    me.next("split")
+
+    layer, x = layer_of(explorer, {"E": 128, "H": 8, "words": ["I", "love", "pepperoni", "pizza"]})
+    trace = mh.trace(layer, x)
+
+    def put(shape: tuple[int, ...]) -> str:
+        for n, size in enumerate(shape):
+            me.field(f"With heads in front, number {n + 1}")
+            explorer.page.keyboard.press("Control+a")
+            explorer.page.keyboard.type(str(size))
+        explorer.page.keyboard.press("Enter")
+        return me.said("With heads in front, number 1")
+
+    assert "words still come first" in put(tuple(trace["q"].shape))
+    assert put(tuple(trace["q_heads"].shape)).startswith("Right.")
+    cut = trace["q"].reshape(trace["q_heads"].shape)
+    strange = int((cut[0] != trace["q_heads"][0]).any(-1).sum())
+    me.field("The way that is right")
+    explorer.page.keyboard.press("c")
+    assert f"But {strange} of head 0's 4 rows hold numbers of other heads" in me.check()
+    me.field("The way that is right")
+    explorer.page.keyboard.press("m")
+    assert me.check().startswith("Right.")
     me.next("inside")
 
     me.order(["project", "score", "softmax", "mask", "mix"])
@@ -166,6 +112,10 @@ def test_the_whole_walk_by_keyboard(explorer: Explorer) -> None:
     shown = float(said.split("add up to ")[1].split(":")[0])
     assert shown == pytest.approx(float(mh.trace(layer, x)["weights"][0, 0, 0]), abs=6e-4), "what is left of row 0"
     me.order(INSIDE)
+    assert me.check().startswith("Right.")
+    me.field("Number of heads")
+    explorer.page.keyboard.press("ArrowUp")  # another live layer: the order is checked on that one
+    assert explorer.page.inner_text(".question .answer") == ""
     assert me.check().startswith("Right.")
     me.next("causal")
 
@@ -248,7 +198,7 @@ def test_the_whole_walk_by_keyboard(explorer: Explorer) -> None:
     me.field("The step that is wrong")
     explorer.page.keyboard.press("3")
     assert "mask missing" in me.check()
-    assert explorer.page.locator(".lesson-step.done").count() == 12
+    assert explorer.page.locator(".lesson-step.done").count() == 13
     me.next("")
     assert explorer.page.locator("#explore").is_visible()
     explorer.page.go_back()
@@ -259,7 +209,7 @@ def test_the_whole_walk_by_keyboard(explorer: Explorer) -> None:
 
 def test_every_broken_layer_is_what_the_doctor_says_it_is(explorer: Explorer) -> None:
     explorer.open("lesson=patient")
-    layer, x = layer_of(explorer, {}, "patientLayer")
+    layer, x = layer_of(explorer, {"E": 32, "H": 4}, "patientLayer")
     mistakes = explorer.js(
         """async () => {
              const { MISTAKES, runBroken } = await import('./lessons/mistakes.js');
@@ -371,7 +321,7 @@ def test_lessons_in_the_single_file(chromium: Any, tmp_path: Path) -> None:
     explorer.page.get_by_label("How many numbers go in").fill("256")
     explorer.page.get_by_label("How many numbers go in").press("Enter")
     assert explorer.page.inner_text(".question .answer").startswith("Right.")
-    explorer.page.get_by_role("button", name="Lesson 12, What is wrong with this layer?").click()
+    explorer.page.get_by_role("button", name="Lesson 13, What is wrong with this layer?").click()
     explorer.settle()
     explorer.page.get_by_label("The step that is wrong").select_option("3")
     explorer.page.get_by_role("button", name="Check").click()

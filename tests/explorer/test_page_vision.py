@@ -91,6 +91,12 @@ def test_any_patch_and_the_class_token_per_head_and_rolled_out(chromium: Any, si
     explorer.settle()
     assert most_said(explorer) == f"{rolled[item, 1:].max():.3f}."
     assert "layers 0 to 2, rolled out" in explorer.page.inner_text("#picture-says")
+    explorer.page.get_by_role("button", name="Show what lies over the picture as a table").click()
+    with explorer.page.expect_download() as saved:
+        explorer.page.get_by_role("button", name="Save as npz").click()
+    assert saved.value.suggested_filename == "rollout_14x14.npz"
+    with np.load(saved.value.path()) as found:
+        np.testing.assert_allclose(found["rollout"], rolled[item, 1:].reshape(14, 14), rtol=1e-4, atol=1e-6)
     explorer.close()
 
 

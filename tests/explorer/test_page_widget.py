@@ -1,6 +1,7 @@
 """The notebook widget: the page in a frame that asks Python through messages; what a cell shows; what comes back."""
 
 import base64
+import io
 import json
 import re
 import shutil
@@ -9,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import multihead as mh
 from multihead.explorer import notebook
@@ -81,6 +84,7 @@ def test_outside_a_notebook_a_trace_and_a_lens_are_still_pictures(layer_and_x: A
         bundle = shown._repr_mimebundle_()
         assert set(bundle) == {"text/plain", "text/html"}
         assert bundle["text/plain"] == repr(shown)
+        assert bundle["text/html"] == shown._repr_html_(), "for what knows HTML and nothing else"
         assert bundle["text/html"].count("data:image/png;base64,") == 3
         assert "<script" not in bundle["text/html"]
         assert "<b>" not in bundle["text/html"]
@@ -89,6 +93,36 @@ def test_outside_a_notebook_a_trace_and_a_lens_are_still_pictures(layer_and_x: A
     assert base64.b64decode(png).startswith(b"\x89PNG")
     empty = mh.look(torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 3, 4))
     assert "img" not in empty._repr_mimebundle_()["text/html"]
+
+
+def pictures(html: str) -> list[torch.Tensor]:
+    """The pictures in it, from 0, all ink, to 255."""
+    found = [base64.b64decode(part) for part in re.findall(r"data:image/png;base64,([^\"]*)", html)]
+    return [torch.from_numpy(np.array(Image.open(io.BytesIO(png)))) for png in found]
+
+
+def test_where_widgets_cannot_load_there_is_a_still_picture(widget: Any, layer_and_x: Any) -> None:
+    layer, x = layer_and_x
+    html = widget._repr_html_()
+    assert "<script" not in html
+    shown = pictures(html)
+    for head, weights in zip(shown, mh.trace(layer, x, mask=mh.Causal())["weights"], strict=True):
+        assert head.shape == (6, 6)
+        assert bool((head[0, 1:] == 255).all()), "what is hidden has no ink"
+        assert int(head[weights.argmax() // 6, weights.argmax() % 6]) == 0, "the largest has the most"
+    exact = pictures(mh.trace(layer, x, mask=mh.Causal())._repr_html_())
+    assert int((torch.stack(shown).int() - torch.stack(exact).int()).abs().max()) <= 1, "thumbnails travel as float16"
+    many = mh.explore(mh.MultiHeadAttention(40, heads=20), torch.randn(700, 40), widget=True)
+    assert len(pictures(many._repr_html_())) == 16
+    assert "and 4 more heads" in many._repr_html_()
+    assert len(pictures(mh.explore(mh.models.load("lm"), "I love <b>", widget=True)._repr_html_())) == 8
+
+
+def test_a_still_picture_that_cannot_be_made_says_why(layer_and_x: Any) -> None:
+    layer, x = layer_and_x
+    widget = mh.explore(layer, x, mask=mh.Causal(), widget=True)
+    widget.session.start_with(None, layer=3)
+    assert "layer=3" in widget._repr_html_()
 
 
 def test_in_a_notebook_they_are_the_widget(layer_and_x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +139,25 @@ def test_in_a_notebook_they_are_the_widget(layer_and_x: Any, monkeypatch: pytest
 
 # In a browser, with Python at the other end ------------------------------------------------------------------------------
 
-HOST = """<!doctype html><html lang="en"><title>a notebook</title><body><main id="cell"></main></body></html>"""
-STUB = """async (source) => {
-  const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
-  const module = await import(url);
+SITE = "http://notebook.test/"
+HEAD = '<!doctype html><html lang="en"><title>a notebook</title>'
+CELL = '<main id="cell"></main>'
+# What VS Code shows a notebook's outputs in: a sandboxed frame, whose body says the theme. The policy is its own too,
+# where `notebook.experimental.enableCsp` is set (vs/workbench/contrib/notebook: backLayerWebView.ts); 'self' stands for
+# the places that its own scripts come from.
+SANDBOX = "allow-scripts allow-same-origin allow-forms allow-pointer-lock allow-downloads"
+VSCODE = f'<body class="vscode-dark" data-vscode-theme-kind="vscode-dark" style="overflow: hidden">{CELL}'
+POLICY = (
+    "default-src 'none'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' https: http: data:; font-src 'self' https:; connect-src https:; child-src https: data:"
+)
+HOSTS = {
+    "a page": f"{HEAD}<body>{CELL}",
+    "VS Code": f"{HEAD}{VSCODE}",
+    "VS Code with a policy": f'{HEAD}<meta http-equiv="Content-Security-Policy" content="{POLICY}">{VSCODE}',
+}
+STUB = """async ([source, place]) => {  // anywidget imports a blob, which that policy would not allow
+  const module = await import(place ?? URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
   const traits = { state: "", height: 820, selection: {} };
   const handlers = {};
   const model = {
@@ -130,9 +179,9 @@ STUB = """async (source) => {
 }"""
 
 
-@pytest.fixture
-def cell(chromium: Any, widget: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A page with the widget in it, as a notebook would have it."""
+@pytest.fixture(params=HOSTS)
+def cell(request: Any, chromium: Any, widget: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A frame with the widget in it, as a notebook would have it."""
     from multihead.explorer.widget import module
 
     sent = Sent()
@@ -145,13 +194,24 @@ def cell(chromium: Any, widget: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     page = chromium.new_page(viewport={"width": 1100, "height": 900})
     messages: list[str] = []
-    page.on("console", lambda m: messages.append(f"{m.type}: {m.text}"))
+    page.on(
+        "console", lambda m: "sandboxing" in m.text or messages.append(f"{m.type}: {m.text}")
+    )  # of the host's frame
     page.on("pageerror", lambda e: messages.append(f"error: {e}"))
     page.expose_function("python", python)
-    page.route("http://notebook.test/", lambda route: route.fulfill(body=HOST, content_type="text/html"))
-    page.goto("http://notebook.test/")
-    page.evaluate(STUB, module())
-    yield page
+    framed = request.param != "a page"
+    pages = {
+        "": f'{HEAD}<body><iframe sandbox="{SANDBOX}" src="{SITE}outputs" style="width: 100%; height: 860px"></iframe>',
+        "outputs": HOSTS[request.param],
+    }
+    for path, body in pages.items():
+        page.route(SITE + path, lambda route, _, body=body: route.fulfill(body=body, content_type="text/html"))
+    page.route(f"{SITE}widget.mjs", lambda route: route.fulfill(body=module(), content_type="text/javascript"))
+    page.goto(SITE if framed else f"{SITE}outputs")
+    frame = page.frame(url=f"{SITE}outputs")
+    frame.wait_for_selector("#cell", state="attached")
+    frame.evaluate(STUB, [module(), f"{SITE}widget.mjs" if POLICY in pages["outputs"] else None])
+    yield frame
     assert messages == []
     page.close()
 
@@ -167,6 +227,9 @@ def test_the_page_lives_in_the_cell_and_selections_come_back(cell: Any, layer_an
     frame.locator(".token").nth(4).click()
     cell.wait_for_function("() => window.saved?.selection.query === 4")
     assert cell.evaluate("() => window.saved.selection.query_token") == "so"
+    assert cell.evaluate("() => window.saved.selection.model") == "given", (
+        "its name, where the address leaves it out, too"
+    )
     cell.evaluate("() => window.setTrait('state', 'model=given&step=3&head=2&at=weights.2.5.1')")
     cell.wait_for_function("() => window.saved?.selection.name === 'weights'")
     selection = cell.evaluate("() => window.saved.selection")
@@ -174,6 +237,8 @@ def test_the_page_lives_in_the_cell_and_selections_come_back(cell: Any, layer_an
     assert selection["value"] == pytest.approx(float(weights[2, 5, 1]), rel=1e-5)
     assert (selection["query_token"], selection["key_token"]) == ("much", "love")
     assert "at=weights.2.5.1" in cell.evaluate("() => window.saved.state")
+    dark = cell.evaluate("() => document.body.dataset.vscodeThemeKind === 'vscode-dark'")
+    assert frame.locator(":root").get_attribute("data-theme") == ("dark" if dark else "light")
     cell.evaluate("() => window.setTrait('height', 500)")
     assert cell.locator("iframe").bounding_box()["height"] == 500
     assert (

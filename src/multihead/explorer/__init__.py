@@ -101,7 +101,12 @@ def _session(model: Any, more: tuple[Any, ...], x: Any, options: dict[str, Any])
     known = [isinstance(one, nn.Module) and any(isinstance(m, Layer) for m in one.modules()) for one in models]
     known = [k or hasattr(one, "config") for k, one in zip(known, models)]
     if all(known):
-        (left, first), (right, _) = (of_model(one, x, **options) for one in models)
+        left, first = of_model(models[0], x, **options)
+        try:
+            right, _ = of_model(models[1], x, **options)
+        except (TypeError, ValueError, OSError) as error:
+            name = type(models[1]).__name__
+            raise ValueError(f"both are given the same x, and {name} does not take it: {error}") from error
         right.id = f"{right.id}-2"
         session = Session([left, right])
         session.start_with(first)

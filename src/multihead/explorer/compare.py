@@ -32,23 +32,23 @@ class Pair:
 
 
 def of_subjects(left: Subject, right: Subject) -> Pair:
-    """Two subjects on the same input, layer by layer."""
+    """Two subjects on the same input, layer by layer, as far as both go; what lies beyond has nothing beside it."""
     counts = [len(subject.layers()) for subject in (left, right)]
     names = (left.name, right.name) if left.name != right.name else (f"{left.name}, first", f"{right.name}, second")
-    if counts[0] != counts[1]:
-        raise ValueError(
-            f"{names[0]} has {counts[0]} layers and {names[1]} has {counts[1]}: expected as many in both, for each "
-            "layer stands beside its like; two layers can be compared alone, model.blocks[i].attention for instance"
-        )
 
     def tensors(request: Request) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-        found = []
-        for subject in (left, right):
-            traced = subject.trace(_items(subject, request), request.layer, "own")
+        found: list[dict[str, Tensor]] = []
+        for subject, count in zip((left, right), counts):
+            there = request.layer < count
+            traced = subject.trace(_items(subject, request), request.layer, "own") if there else {}
             found.append({name: t.float() for name, t in traced.items()})
         return found[0], found[1], {}
 
-    return Pair(*names, tensors, subjects=(left, right))
+    words = []
+    if counts[0] != counts[1]:
+        each = [f"{name} has {count} layer{'' if count == 1 else 's'}" for name, count in zip(names, counts)]
+        words.append(f"{each[0]}, {each[1]}: each stands beside its like, and those beyond have nothing beside them.")
+    return Pair(*names, tensors, words=words, subjects=(left, right))
 
 
 def _items(subject: Subject, request: Request) -> Items:
@@ -92,14 +92,19 @@ def compare(pair: Pair, request: Request) -> Answer:
 def overview(pair: Pair, request: Request, stop: Callable[[], None]) -> Answer:
     """Two models as wholes: of each layer the first tensor that differs and by how much, and both predictions."""
     layers: list[dict[str, Any]] = []
-    for number, (name, _, _) in enumerate(pair.subjects[0].layers() if pair.subjects else []):
+    deeper = max(pair.subjects or (), key=lambda subject: len(subject.layers()), default=None)
+    for number, (name, _, _) in enumerate(deeper.layers() if deeper else []):
         stop()
-        rows, first = _rows(pair, *pair.tensors(replace(request, layer=number)))
-        gaps = {row["name"]: row.get("most") for row in rows}
-        layers.append(
-            {"name": name, "same": first is None, "first": first, "most": gaps.get("output", gaps.get("heads"))}
-        )
-    apart = next((number for number, layer in enumerate(layers) if not layer["same"]), None)
+        left, right, how = pair.tensors(replace(request, layer=number))
+        row: dict[str, Any] = {"name": name, "same": None, "first": None, "most": None, "only": ""}
+        if left and right:
+            rows, first = _rows(pair, left, right, how)
+            gaps = {row["name"]: row.get("most") for row in rows}
+            row |= {"same": first is None, "first": first, "most": gaps.get("output", gaps.get("heads"))}
+        elif deeper is not None:
+            row |= {"only": pair.left if left else pair.right, "model": deeper.id}
+        layers.append(row)
+    apart = next((number for number, layer in enumerate(layers) if layer["same"] is False), None)
     return Answer({"layers": layers, "first": apart, "predictions": _predictions(pair, request)})
 
 
@@ -131,7 +136,8 @@ def _rows(
         a, b = left.get(name), right.get(name)
         row: dict[str, Any] = {"name": name, "how": how.get(name, "given")}
         if a is None or b is None:
-            row |= {"same": None, "says": f"not exposed by {pair.left if a is None else pair.right}"}
+            side, found = (pair.left, left) if a is None else (pair.right, right)
+            row |= {"same": None, "says": f"not exposed by {side}" if found else f"not in {side}: it has no such layer"}
         elif a.shape != b.shape:
             row |= {"same": False, "says": f"{tuple(a.shape)} beside {tuple(b.shape)}"}
         else:

@@ -17,6 +17,7 @@ from multihead.explorer.bundle import bundle, import_order
 from multihead.explorer.export import modules, page, single_file
 from multihead.explorer.request import Refused
 from multihead.explorer.session import Session, Stopped
+from multihead.explorer.still import still_of
 
 ENTRY = "widget.js"
 
@@ -75,8 +76,5 @@ class Explorer(anywidget.AnyWidget):
         return self.session.respond(route, given)
 
     def _repr_html_(self) -> str:
-        """Where widgets cannot load."""
-        names = ", ".join(subject.name for subject in self.session.subjects.values())
-        return (
-            f"<p>The explorer of {names} is a widget: run this cell where widgets load, or use explore(…, save=…).</p>"
-        )
+        """A still picture, for where widgets cannot load."""
+        return still_of(self.session)

@@ -337,6 +337,12 @@ class Lens:
 
         return mimebundle(self)
 
+    def _repr_html_(self) -> str:
+        """The still picture, for what knows nothing but HTML."""
+        from multihead.explorer.still import still
+
+        return still(self)
+
     def _display_(self) -> Any:
         """The same in marimo."""
         from multihead.explorer.notebook import display

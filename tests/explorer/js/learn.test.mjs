@@ -10,6 +10,7 @@ const { faultOfShape } = await load("lessons/shapes.js");
 const { faultOfRow, changedRows } = await load("lessons/masking.js");
 const { changedOutputs } = await load("lessons/several.js");
 const { faultOfGuess, patientLayer } = await load("lessons/patient.js");
+const { WAYS, faultOfSplit, heldBy } = await load("lessons/splitting.js");
 const { createProgress } = await load("lessons/progress.js");
 const { integerOf } = await load("lessons/parts.js");
 const { LESSONS } = await load("learn.js");
@@ -38,8 +39,8 @@ test("the live layer: the same for the same sizes, every size it offers fits, we
 });
 
 test("of all orders of the steps exactly one is right, and every other has its reason", () => {
-  const layer = makeLayer({ E: 32, H: 2, words });
-  for (const [pieces, fault] of [[INSIDE, faultInside], [AFTER, faultAfter]]) {
+  const layers = [[32, 2], [16, 1], [768, 12]].map(([E, H]) => makeLayer({ E, H, words }));
+  for (const [pieces, fault, layer] of layers.flatMap((layer) => [[INSIDE, faultInside, layer], [AFTER, faultAfter, layer]])) {
     const right = pieces.map((p) => p.id);
     for (const order of permutations(right)) {
       const wrong = fault(layer, order);
@@ -51,19 +52,43 @@ test("of all orders of the steps exactly one is right, and every other has its r
 });
 
 test("a broken layer is wrong in its own step, given what it is given, and in no other", () => {
-  const layer = patientLayer();
-  const healthy = runBroken(layer, null);
-  assert.ok(awayInEach(healthy.output, run(layer).output).every((by) => by < 1e-6));
-  for (const mistake of MISTAKES) {
-    const broken = runBroken(layer, mistake);
-    assert.ok(Math.max(...awayInEach(broken.output, healthy.output)) > 1e-3, mistake.name);
-    for (let step = 1; step <= 7; step++) {
-      assert.equal(faultOf(layer, broken, step) > 1e-6, step === mistake.step, `${mistake.name}, step ${step}`);
-      const said = faultOfGuess(layer, broken, step, mistake.step);
-      if (step === mistake.step) assert.equal(said, null);
-      else assert.match(said, step > mistake.step ? /further up/ : /comes later/);
+  for (const sizes of [{ E: 32, H: 4 }, { E: 16, H: 2 }, { E: 768, H: 16 }]) {
+    const layer = patientLayer(sizes);
+    const healthy = runBroken(layer, null);
+    assert.ok(awayInEach(healthy.output, run(layer).output).every((by) => by < 1e-6));
+    for (const mistake of MISTAKES) wrongInItsOwnStep(layer, healthy, mistake);
+  }
+});
+
+function wrongInItsOwnStep(layer, healthy, mistake) {
+  const broken = runBroken(layer, mistake);
+  assert.ok(Math.max(...awayInEach(broken.output, healthy.output)) > 1e-3, mistake.name);
+  for (let step = 1; step <= 7; step++) {
+    assert.equal(faultOf(layer, broken, step) > 1e-6, step === mistake.step, `${mistake.name}, step ${step}`);
+    const said = faultOfGuess(layer, broken, step, mistake.step);
+    if (step === mistake.step) assert.equal(said, null);
+    else assert.match(said, step > mistake.step ? /further up/ : /comes later/);
+  }
+}
+
+test("heads in front: each usual mistake has its reason, and cutting anew gives a head the numbers of others", () => {
+  assert.equal(faultOfSplit([8, 4, 16], [4, 8, 16]), null);
+  assert.match(faultOfSplit([4, 8, 16], [4, 8, 16]), /words still come first/);
+  assert.match(faultOfSplit([16, 4, 8], [4, 8, 16]), /heads come first/);
+  assert.match(faultOfSplit([8, 16, 4], [4, 8, 16]), /come the words/);
+  assert.match(faultOfSplit([8, 4, 128], [4, 8, 16]), /as wide as it was: 16/);
+  assert.match(faultOfSplit([8, null, 16], [4, 8, 16]), /integers/);
+  for (const [E, H] of [[128, 8], [64, 4], [16, 2], [768, 12]]) {
+    const t = run(makeLayer({ E, H, words }));
+    assert.deepEqual(WAYS.move.make(t.q), t.q_heads);
+    assert.deepEqual(WAYS.cut.make(t.q).shape, t.q_heads.shape);
+    for (let h = 0; h < H; h++) {
+      assert.deepEqual(heldBy(t.q, WAYS.move.make(t.q), h), words.map((_, n) => [n, h]));
+      assert.deepEqual(heldBy(t.q, WAYS.cut.make(t.q), h), words.map((_, n) => [Math.floor((h * 4 + n) / H), (h * 4 + n) % H]));
     }
   }
+  const twins = run(makeLayer({ E: 16, H: 2, words: ["so", "so"] })).q;
+  assert.deepEqual(heldBy(twins, WAYS.move.make(twins), 1), [[0, 1], [0, 1]]);
 });
 
 test("shapes: each usual mistake has its reason", () => {
@@ -116,5 +141,5 @@ test("progress is kept where something is kept, and nothing breaks where nothing
     progress.add("items");
     assert.ok(progress.has("items") && !progress.kept);
   }
-  assert.equal(new Set(LESSONS.map((lesson) => lesson.id)).size, 12);
+  assert.equal(new Set(LESSONS.map((lesson) => lesson.id)).size, 13);
 });

@@ -82,10 +82,20 @@ export function createCompare(app) {
     guesses.hidden = !all?.predictions;
     if (!all) return;
     const first = all.layers[all.first];
-    whole.textContent = !first ? "Every layer is the same in both." : `${first.name} differs first, in ${first.first}${first.first === "x" ? ": what goes into it differs already, so look before it" : ""}.`;
-    layers.replaceChildren(...all.layers.map((/** @type {any} */ row, /** @type {number} */ n) => el("li", {}, el("button", { type: "button", "data-layer": String(n), class: n === all.first ? "first" : "", "aria-pressed": String(n === store.get().layer), onclick: () => store.set({ layer: n, tensor: "", at: "" }, { push: true }) },
-      el("span", { text: row.same ? "=" : "≠", "aria-hidden": "true" }), el("b", { text: row.name }), el("span", { class: "hint", text: row.same ? "equal" : `from ${row.first} on${row.most === null ? "" : `, output up to ${numberText(row.most)} apart`}` })))));
+    whole.textContent = !first ? `Every layer${all.layers.some((/** @type {any} */ row) => row.only) ? " that both have" : ""} is the same in both.` : `${first.name} differs first, in ${first.first}${first.first === "x" ? ": what goes into it differs already, so look before it" : ""}.`;
+    layers.replaceChildren(...all.layers.map(layerItem));
     showGuesses(all.predictions);
+  }
+
+  /** A layer of both, or of the deeper one alone: then that is the model to look at. @param {any} row @param {number} n */
+  function layerItem(row, n) {
+    const mark = row.only ? "–" : row.same ? "=" : "≠";
+    const text = row.only ? `only in ${row.only}` : row.same ? "equal" : `from ${row.first} on${row.most === null ? "" : `, output up to ${numberText(row.most)} apart`}`;
+    const here = n < session.model().layers.length;
+    const there = here || session.models.some((/** @type {any} */ m) => m.id === row.model);
+    const go = () => store.set({ ...(here ? {} : { model: row.model }), layer: n, tensor: "", at: "" }, { push: true });
+    return el("li", {}, el("button", { type: "button", "data-layer": String(n), disabled: !there, class: n === all.first ? "first" : "", "aria-pressed": String(n === store.get().layer), onclick: go },
+      el("span", { text: mark, "aria-hidden": "true" }), el("b", { text: row.name }), el("span", { class: "hint", text })));
   }
 
   function showGuesses(/** @type {any} */ found) {

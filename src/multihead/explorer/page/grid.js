@@ -11,7 +11,8 @@ const FONT = "12px system-ui, sans-serif";
 const BAND = 7; // pixels of the band that says which head a column belongs to
 
 /** What a grid shows. `lane`: a picture with one pixel for each column. `rowRole`: whether a row's label stands for a query or a key.
- * @typedef {{view: import("./paint.js").View, ink: import("./paint.js").Ink, name?: string, note?: string,
+ * `shape`: what is written instead of the tensor's, where that is asked for.
+ * @typedef {{view: import("./paint.js").View, ink: import("./paint.js").Ink, name?: string, note?: string, shape?: string,
  *   rowLabels?: string[], columnLabels?: string[], rowRole?: "query" | "key", columnRole?: "query" | "key",
  *   bands?: {size: number, heads: number, first?: number}, rowBands?: {size: number, heads: number}, lane?: HTMLCanvasElement,
  *   reveal?: number | null, drop?: number | null, alpha?: Float32Array | null, edge?: string}} Shown */
@@ -309,7 +310,7 @@ export function createGrid(app, options) {
       }
       tableButton.setAttribute("aria-label", `Show ${next.name ?? next.view.name} as a table`);
       name.textContent = next.name ?? next.view.name;
-      shape.textContent = shapeText(next.view.t.shape);
+      shape.textContent = next.shape ?? shapeText(next.view.t.shape);
       note.textContent = next.note ?? "";
       legend.show(next.ink, next.ink.scale.beyond);
       const [R, C] = [layoutSize(next.view.rows, next.view), layoutSize(next.view.columns, next.view)];

@@ -7,6 +7,7 @@ import { patientLesson } from "./lessons/patient.js";
 import { createProgress } from "./lessons/progress.js";
 import { mixingLesson, ownLesson } from "./lessons/several.js";
 import { shapesLesson } from "./lessons/shapes.js";
+import { splitLesson } from "./lessons/splitting.js";
 import { concatenateLesson, itemsLesson, wideLesson, widthLesson } from "./lessons/widths.js";
 
 /** A lesson: what to read, what to look at, what to do; `tasks`: how many make it done.
@@ -16,6 +17,7 @@ export const LESSONS = [
   { id: "width", title: "One head's share", tasks: 1, make: widthLesson },
   { id: "wide", title: "Is a head as wide as the model?", tasks: 2, make: wideLesson },
   { id: "shapes", title: "Four matrices", tasks: 1, make: shapesLesson },
+  { id: "split", title: "Each head alone", tasks: 2, make: splitLesson },
   { id: "inside", title: "Inside one head", tasks: 1, make: insideLesson },
   { id: "causal", title: "What the third word may see", tasks: 1, make: causalLesson },
   { id: "unmasked", title: "Take the mask away", tasks: 2, make: unmaskedLesson },

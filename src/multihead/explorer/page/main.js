@@ -90,7 +90,7 @@ export function openPage(root) {
   /** The lessons, or the page itself. */
   function room() {
     learn.update();
-    keys.textContent = store.get().lesson ? "Keys: Tab goes from one thing to the next, Enter checks an answer, Esc leaves the lessons." : "Keys: ← and → walk the steps, arrow keys move inside a picture, Enter locks, Esc frees.";
+    keys.textContent = store.get().lesson ? "Keys: Tab goes from one thing to the next, Enter checks an answer, Esc leaves the lessons." : map.shows() ? "Keys: arrow keys move inside the map, + and − zoom, 0 shows all of it, Enter locks, Esc frees." : "Keys: ← and → walk the steps, arrow keys move inside a picture, Enter locks, Esc frees.";
     /** @type {HTMLElement} */ (root.querySelector("#explore")).hidden = Boolean(store.get().lesson);
   }
 

@@ -35,7 +35,8 @@ export function createPicture(app) {
     store.set({ way: value, ...turned });
   });
   const tools = el("div", { class: "picture-tools" }, el("label", { class: "file" }, el("span", { text: "Choose a picture…" }), file), el("span", { class: "hint", text: "or drop or paste one" }));
-  const views = el("div", { class: "picture-tools" }, extras, way.node, roll, legend.node);
+  const tableButton = el("button", { type: "button", class: "quiet", text: "Table", "aria-label": "Show what lies over the picture as a table", onclick: () => app.openTable(tableOf()) });
+  const views = el("div", { class: "picture-tools" }, extras, way.node, roll, legend.node, tableButton);
   const node = el("div", { class: "picture" }, tools,
     el("div", { class: "pictures" }, el("figure", {}, el("figcaption", { text: "The picture and its patches" }), canvas), el("figure", {}, caption, veiled), el("div", {}, el("p", { text: "Every head of this layer" }), overlays)),
     views, says);
@@ -154,23 +155,32 @@ export function createPicture(app) {
     return `rgb(${colour[i]} ${colour[i + 1]} ${colour[i + 2]} / ${(0.06 + 0.82 * Math.min(1, share)).toFixed(2)})`;
   }
 
-  /** How much each item gets, and the words for it. @param {any} scene */
+  /** How much each item gets, what that is, and the words for it. @param {any} scene */
   function shares(scene) {
     const state = store.get();
     const to = state.way === "to";
     const token = app.chosenToken(to ? "query" : "key") ?? 0;
     const wall = session.wall.get();
-    const name = scene.labels[token];
+    const who = scene.labels[token];
     if (state.rollout && wall?.rollout && wall.model === scene.model.id) {
       const [L, N] = wall.rollout.shape;
       const last = L > 1 ? Math.min(state.layer, L - 1) : scene.model.layers.length - 1;
       const base = (L > 1 ? last : 0) * N * N;
       const through = last ? `layers 0 to ${last}, rolled out` : "layer 0, all its heads";
-      return { at: (/** @type {number} */ n) => wall.rollout.data[base + (to ? token * N + n : n * N + token)], token, words: to ? `How much of each patch reaches ${name} through ${through}.` : `How much of ${name} reaches each patch through ${through}.` };
+      return { name: "rollout", at: (/** @type {number} */ n) => wall.rollout.data[base + (to ? token * N + n : n * N + token)], token, words: to ? `How much of each patch reaches ${who} through ${through}.` : `How much of ${who} reaches each patch through ${through}.` };
     }
     const { shape: [H, Q, K], data } = scene.tensors.weights;
     const h = Math.min(state.head, H - 1);
-    return { at: (/** @type {number} */ n) => (to ? data[(h * Q + token) * K + n] : data[(h * Q + n) * K + token]), token, words: to ? `What ${name} attends to, head ${h} of this layer.` : `Who attends to ${name}, head ${h} of this layer.` };
+    return { name: "weights", at: (/** @type {number} */ n) => (to ? data[(h * Q + token) * K + n] : data[(h * Q + n) * K + token]), token, words: to ? `What ${who} attends to, head ${h} of this layer.` : `Who attends to ${who}, head ${h} of this layer.` };
+  }
+
+  /** What lies over the patches as a table, a row of patches in each of its rows. */
+  function tableOf() {
+    const scene = /** @type {any} */ (session.scene.get());
+    const { rows, columns, first } = grid();
+    const { name, at, words } = shares(scene);
+    const data = Float32Array.from({ length: rows * columns }, (_, p) => at(first + p));
+    return { title: words, name, note: words, tensor: { shape: [rows, columns], data }, rows, columns, value: (/** @type {number} */ r, /** @type {number} */ c) => data[r * columns + c] };
   }
 
   function light() {

@@ -9,7 +9,7 @@ export function selectionOf(app) {
   const scene = app.session.scene.get();
   const cell = parseCell(state.at);
   /** @type {Record<string, any>} */
-  const found = { model: state.model, layer: state.layer, head: state.head, step: state.step };
+  const found = { model: app.session.model().id, layer: state.layer, head: state.head, step: state.step };
   if (!cell) return found;
   found.name = cell.name;
   found.index = cell.index;

@@ -29,14 +29,13 @@ export function render({ model, el }, page) {
     const bytes = view && new Uint8Array(view.buffer, view.byteOffset, view.byteLength).slice();
     done({ ...message, bytes });
   };
-  const follow = () => host.follow(model.get("state"));
+  const dressed = (/** @type {string} */ state) => (state.includes("theme=") ? state : [state, isDark() ? "theme=dark" : "theme=light"].filter(Boolean).join("&"));
+  const follow = () => host.follow(dressed(model.get("state")));
   const resize = () => {
     frame.style.height = `${model.get("height")}px`;
   };
-  const theme = isDark() ? "theme=dark" : "theme=light";
-  const first = model.get("state");
   const host = {
-    state: first.includes("theme=") ? first : [first, theme].filter(Boolean).join("&"),
+    state: dressed(model.get("state")),
     /** Ask Python. @param {string} path @param {string | ArrayBuffer} body @returns {Promise<any>} */
     ask(path, body) {
       last += 1;

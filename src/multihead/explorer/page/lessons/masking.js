@@ -73,18 +73,25 @@ export function changedRows(words, other, mask) {
 
 /** @param {any} room */
 export function unmaskedLesson(room) {
-  const words = wordsOf(SENTENCE);
+  let words = wordsOf(SENTENCE);
   const box = el("input", { type: "checkbox", checked: true, onchange: () => draw() });
   const last = el("input", { type: "text", value: "pasta", "aria-label": "Another last word", maxlength: "20", autocomplete: "off", oninput: () => draw() });
   const list = el("ol", { class: "bars changes" });
-  const other = () => (last.value.trim() && last.value.trim() !== words[3] ? last.value.trim() : "pasta");
+  const end = () => words[words.length - 1];
+  const other = () => (last.value.trim() && last.value.trim() !== end() ? last.value.trim() : end() === "pasta" ? "pizza" : "pasta");
   const count = (/** @type {string} */ mask) => changedRows(words, other(), mask).filter((by) => by > 1e-6).length;
-  const N = words.length;
+  const asked = el("span");
+  const choice = wordChoice(SENTENCE, (text) => {
+    words = wordsOf(text);
+    masked.clear();
+    bare.clear();
+    draw();
+  });
   const masked = numberQuestion({
     label: "Rows that change with the mask",
-    words: ["With the mask: how many of the four rows of the output change when the last word does?"],
+    words: [asked],
     right: () => count("causal"),
-    why: (given) => (given === 0 ? "The last word sees itself: its own row changes." : `Only rows that see the last word can change. With the mask, who sees “${words[3]}”? Change it, and look at the bars.`),
+    why: (given) => (given === 0 ? "The last word sees itself: its own row changes." : `Only rows that see the last word can change. With the mask, who sees “${end()}”? Change it, and look at the bars.`),
     praise: () => "Only its own row. What the model wrote about the words before stays what it was.",
     done: () => room.done(0),
   });
@@ -93,10 +100,12 @@ export function unmaskedLesson(room) {
     words: ["Take the mask away. How many rows change now?"],
     right: () => count("none"),
     why: (given) => (given === count("causal") ? "That is with the mask. Without it everybody sees everybody." : "Switch the mask off, and count the bars that are not empty."),
-    praise: () => `All ${N}: each of them has looked at the word it should have guessed. Trained like this, a model copies, and has learnt nothing about guessing.`,
+    praise: () => (words.length < 2 ? "One word has nobody to look at but itself. Write more of them, and look again." : `All ${words.length}: each word before the last has looked at what it should have guessed. Trained like this, a model copies, and has learnt nothing about guessing.`),
     done: () => room.done(1),
   });
   function draw() {
+    const N = words.length;
+    asked.textContent = `With the mask: how many of the ${N} rows of the output change when the last word does?`;
     const by = changedRows(words, other(), box.checked ? "causal" : "none");
     const most = Math.max(...by, 1e-9);
     list.replaceChildren(...words.map((word, n) => {
@@ -108,7 +117,7 @@ export function unmaskedLesson(room) {
   draw();
   return {
     words: ["What does the mask protect? Put another word in the place of the last one, and see which rows of the output notice.", "The bars say how far each row moves."],
-    picture: [el("div", { class: "tools" }, el("label", { class: "switch" }, box, " Causal mask"), el("label", {}, "Last word ", last)), list],
+    picture: [choice.node, el("div", { class: "tools" }, el("label", { class: "switch" }, box, " Causal mask"), el("label", {}, "Last word ", last)), list],
     tasks: [masked.node, bare.node],
     draw,
   };

@@ -27,7 +27,7 @@ const RIGHT = [
 export const SHOWN = [["q", "k", "v"], ["q_heads", "k_heads", "v_heads"], ["scores", "masked", "weights"], ["heads"], ["transposed"], ["merged"], ["output"]];
 
 /** A tensor's numbers in the order they lie, under another shape: what `view` does. @param {import("../attention.js").Floats} t */
-const viewed = (t) => tensor([t.shape[1], t.shape[0], t.shape[2]], t.data);
+export const viewed = (t) => tensor([t.shape[1], t.shape[0], t.shape[2]], t.data);
 
 /** @param {Learner} layer @param {Tensors} t @param {(scores: import("../attention.js").Floats) => import("../attention.js").Floats} masked @param {(masked: import("../attention.js").Floats) => import("../attention.js").Floats} [soft] @param {number} [scale] */
 function scored(layer, t, masked, soft = (m) => weigh(m), scale = layer.about.scale) {

@@ -72,7 +72,7 @@ export function faultAfter(layer, order) {
       now = swapAxes(now);
       turned = true;
     } else if (id === "concatenate") now = tensor([N, E], now.data);
-    else if (now.shape.length === 3) return `W_o takes rows of ${E} numbers, and there are only heads of ${V}: ${shapeText(now.shape)}. Lay them side by side first.`;
+    else if (now.shape.length === 3) return `W_o takes one row of ${E} numbers for each word, and these are still heads, ${shapeText(now.shape)}. Lay them side by side first.`;
     else now = output(now, layer.known.w_o);
   }
   if (!turned || away(now, t.output) > 1e-6) return `The shape ${shapeText(now.shape)} is right, and nothing complains. But without turning back first, the row of “${layer.words[0]}” holds what head 0 found for other words: the output is off by ${numberText(away(now, t.output))}.`;

@@ -49,12 +49,19 @@ export function integerOf(text) {
   return /^\s*\d{1,9}\s*$/.test(text) ? Number(text) : null;
 }
 
-/** Width and heads to choose. @param {{E: number, H: number}} sizes @param {() => void} change */
-export function sizeChoice(sizes, change) {
+/** Three fields for a shape. @param {string} label */
+export function shapeFields(label) {
+  const nodes = [1, 2, 3].map((n) => el("input", { type: "text", inputmode: "numeric", autocomplete: "off", class: "short", "aria-label": `${label}, number ${n}` }));
+  return { nodes, values: () => nodes.map((field) => integerOf(field.value)) };
+}
+
+/** Width and heads to choose, `least` of them or more. @param {{E: number, H: number}} sizes @param {() => void} change */
+export function sizeChoice(sizes, change, least = 1) {
+  const shares = () => sharesOf(sizes.E).filter((n) => n >= least);
   const pairs = (/** @type {number[]} */ list) => list.map((n) => /** @type {[string, string]} */ ([String(n), String(n)]));
   const width = el("select", { "aria-label": "Width of the model", onchange: () => {
     sizes.E = Number(width.value);
-    if (!sharesOf(sizes.E).includes(sizes.H)) sizes.H = sharesOf(sizes.E).filter((n) => n <= sizes.H).at(-1) ?? 1;
+    if (!shares().includes(sizes.H)) sizes.H = shares().filter((n) => n <= sizes.H).at(-1) ?? least;
     show();
     change();
   } });
@@ -64,7 +71,7 @@ export function sizeChoice(sizes, change) {
   } });
   const show = () => {
     fillChoice(width, pairs(WIDTHS), String(sizes.E));
-    fillChoice(heads, pairs(sharesOf(sizes.E)), String(sizes.H));
+    fillChoice(heads, pairs(shares()), String(sizes.H));
   };
   show();
   return { node: el("div", { class: "tools sizes" }, el("label", {}, "Width E ", width), el("label", {}, "Heads H ", heads)), width, heads };

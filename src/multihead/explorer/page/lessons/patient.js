@@ -4,13 +4,13 @@ import { el, segmented } from "../dom.js";
 import { numberText } from "../explain.js";
 import { makeLayer, wordsOf } from "./layer.js";
 import { MISTAKES, SHOWN, faultOf, runBroken } from "./mistakes.js";
-import { picture, question } from "./parts.js";
+import { picture, question, sizeChoice } from "./parts.js";
 
 export const TITLES = ["project", "split", "score", "mix", "transpose back", "concatenate", "output"];
 const WORDS = wordsOf("I love pepperoni pizza so");
 
-/** The layer that patients are made of. */
-export const patientLayer = () => makeLayer({ E: 24, H: 3, words: WORDS });
+/** The layer that patients are made of: several heads, for with one some mistakes are none. */
+export const patientLayer = (sizes = { E: 32, H: 4 }) => makeLayer({ ...sizes, words: WORDS });
 
 /** How a tensor lies on the page: head 0 of those that have heads. @param {any} t @param {string} name */
 function lying(t, name) {
@@ -30,8 +30,16 @@ export function faultOfGuess(layer, broken, given, right) {
 
 /** @param {any} room */
 export function patientLesson(room) {
-  const layer = patientLayer();
-  const healthy = runBroken(layer, null);
+  const sizes = { E: 32, H: 4 };
+  let layer = patientLayer(sizes);
+  let healthy = runBroken(layer, null);
+  const choice = sizeChoice(sizes, () => {
+    layer = patientLayer(sizes);
+    healthy = runBroken(layer, null);
+    broken = runBroken(layer, MISTAKES[at]);
+    ask.clear();
+    draw();
+  }, 2);
   let at = 0;
   let step = 1;
   /** @type {any} */
@@ -86,8 +94,8 @@ export function patientLesson(room) {
   }
   begin();
   return {
-    words: ["This layer looks like any other. Shapes fit, nothing complains, and it is wrong: somebody made one mistake in one step.", "Beside it stands a healthy layer with the same matrices and the same words. Once a step has gone wrong, everything after it looks different too. Find the step where it begins.", "Of the seven steps you have met all but one: step 2, split, moves the heads in front of the words, so that each can work alone."],
-    picture: [steps.node, names.node, el("div", { class: "row" }, mine.node, right.node)],
+    words: ["This layer looks like any other. Shapes fit, nothing complains, and it is wrong: somebody made one mistake in one step.", "Beside it stands a healthy layer with the same matrices and the same words. Once a step has gone wrong, everything after it looks different too. Find the step where it begins."],
+    picture: [choice.node, steps.node, names.node, el("div", { class: "row" }, mine.node, right.node)],
     tasks: [ask.node, another],
     draw,
   };

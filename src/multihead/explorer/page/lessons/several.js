@@ -23,7 +23,7 @@ export function ownLesson(room) {
   const choice = sizeChoice(sizes, () => {
     ask.clear();
     draw(true);
-  });
+  }, 2);
   /** @type {any} */
   let t = null;
   const ask = numberQuestion({
@@ -36,17 +36,9 @@ export function ownLesson(room) {
   });
   function draw(/** @type {boolean} */ changed = false) {
     const shared = names.filter((_, n) => boxes[n].checked);
-    t = run(shareMatrices(makeLayer({ ...sizes, words }), shared, 0, sizes.H > 1 ? 1 : 0));
-    const look = sizes.H > 1;
-    right.node.hidden = !look;
+    t = run(shareMatrices(makeLayer({ ...sizes, words }), shared, 0, 1));
     for (const [h, at] of /** @type {[number, any][]} */ ([[0, left], [1, right]])) {
-      if (h && !look) continue;
       at.show("weights", t.weights, { name: `head ${h}`, note: "whom each word looks at", rows: [1], columns: [2], fixed: { 0: h }, rowLabels: words, columnLabels: words, edge: headColour(h, sizes.H, room.app.theme()) });
-    }
-    if (!look) {
-      tell.className = "answer wrong";
-      tell.textContent = "One head has no other to be like. Choose more heads.";
-      return;
     }
     const [looks, says] = [away(slab(t.weights, 0), slab(t.weights, 1)), away(slab(t.heads, 0), slab(t.heads, 1))];
     const same = says < 1e-6;
@@ -82,7 +74,7 @@ export function mixingLesson(room) {
     withIt.clear();
     without.clear();
     draw();
-  });
+  }, 2);
   const withIt = numberQuestion({
     label: "Outputs that change with W_o",
     words: ["With W_o: head 0 is switched off. How many numbers of an output row change?"],

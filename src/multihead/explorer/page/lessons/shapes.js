@@ -3,7 +3,7 @@
 import { el } from "../dom.js";
 import { shapeText } from "../tensor.js";
 import { SENTENCE, makeLayer, wordsOf } from "./layer.js";
-import { picture, question, sizeChoice, integerOf } from "./parts.js";
+import { picture, question, shapeFields, sizeChoice } from "./parts.js";
 
 const NAMES = ["w_q", "w_k", "w_v", "w_o"];
 
@@ -31,13 +31,13 @@ export function shapesLesson(room) {
   const shown = picture(room.app, "lesson-w", { height: 220 });
   /** @type {any} */
   let layer = null;
-  const fields = NAMES.map((name) => [0, 1, 2].map((n) => el("input", { type: "text", inputmode: "numeric", autocomplete: "off", class: "short", "aria-label": `${name.replace("w", "W")}, number ${n + 1}`, "data-field": `${name}-${n}` })));
+  const fields = NAMES.map((name) => shapeFields(name.replace("w", "W")));
   const ask = question({
     words: ["Write the shape of each. The first three: what goes in, how many heads, how wide one head is. W_o the other way round: how many heads, how wide one is, what comes out."],
-    controls: NAMES.map((name, m) => el("span", { class: "shape" }, el("code", { text: name.replace("w", "W") }), "(", fields[m][0], fields[m][1], fields[m][2], ")")),
+    controls: NAMES.map((name, m) => el("span", { class: "shape" }, el("code", { text: name.replace("w", "W") }), "(", ...fields[m].nodes, ")")),
     check: () => {
       for (const [m, name] of NAMES.entries()) {
-        const fault = faultOfShape(name, fields[m].map((f) => integerOf(f.value)), layer.known[name].shape);
+        const fault = faultOfShape(name, fields[m].values(), layer.known[name].shape);
         if (fault) return { right: false, says: fault };
       }
       return { right: true, says: `The live layer agrees: W_q, W_k and W_v are ${shapeText(layer.known.w_q.shape)}, W_o is ${shapeText(layer.known.w_o.shape)}. As many numbers in, as many out.` };
@@ -49,7 +49,7 @@ export function shapesLesson(room) {
     layer = makeLayer({ ...sizes, words: wordsOf(SENTENCE) });
     ask.clear();
     const { H } = sizes;
-    shown.show("w_q", layer.known.w_q, { name: "one of them", note: "a word goes in down the side, the heads lie across", rows: [0], columns: [1, 2], bands: { size: sizes.E / H, heads: H } });
+    shown.show("w_q", layer.known.w_q, { name: "one of them", shape: "", note: "a word goes in down the side, the heads lie across", rows: [0], columns: [1, 2], bands: { size: sizes.E / H, heads: H } });
   }
   draw();
   return {

@@ -16,6 +16,7 @@ export function itemsLesson(room) {
   const width = sizeChoice(sizes, () => draw());
   width.heads.parentElement.hidden = true;
   const asked = el("span");
+  const many = () => `${sizes.words.length} ${sizes.words.length === 1 ? "word" : "words"}`;
   const ask = numberQuestion({
     label: "How many numbers go in",
     words: [asked],
@@ -24,14 +25,14 @@ export function itemsLesson(room) {
       const [N, E] = [sizes.words.length, sizes.E];
       if (given === N) return `That is how many words there are. Each of them brings ${E} numbers.`;
       if (given === E) return `That is one word. There are ${N} of them.`;
-      if (given === N + E) return `Every one of the ${N} words brings ${E} numbers: times, not plus.`;
-      return `There are ${N} words, and each brings ${E} numbers.`;
+      if (given === N + E && N > 1) return `Every one of the ${N} words brings ${E} numbers: times, not plus.`;
+      return `${many()}, and each brings ${E} numbers.`;
     },
     praise: () => `${sizes.words.length} × ${sizes.E} numbers, a block of shape ${shapeText([sizes.words.length, sizes.E])}.`,
     done: () => room.done(0),
   });
   function draw() {
-    asked.textContent = `${sizes.words.length} words of ${sizes.E} numbers each. How many numbers go in, all together?`;
+    asked.textContent = `${many()} of ${sizes.E} numbers${sizes.words.length === 1 ? "" : " each"}. How many numbers go in, all together?`;
     ask.clear();
     shown.show("x", itemsOf(sizes.words, sizes.E), { name: "what goes in", rowLabels: sizes.words });
   }
@@ -39,15 +40,15 @@ export function itemsLesson(room) {
   return { words: ["A sentence goes in as a row of words, and each word as a list of numbers. How many numbers a word has is the width of the model; we call it E.", "(Real models cut text into smaller pieces, called tokens. Whole words are fine for us.)"], picture: [words.node, width.node, shown.node], tasks: [ask.node], draw };
 }
 
-/** The heads of a live layer side by side, each with its hue. @param {any} room @param {{E: number, H: number}} sizes */
-function headsSideBySide(room, sizes) {
+/** The heads of a live layer side by side, each with its hue. @param {any} room @param {{E: number, H: number}} sizes @param {string} [shape] */
+function headsSideBySide(room, sizes, shape = undefined) {
   const shown = picture(room.app, "lesson-merged");
   const words = wordsOf(SENTENCE);
   return {
     node: shown.node,
     draw() {
       const t = run(makeLayer({ ...sizes, words }));
-      shown.show("merged", t.merged, { name: `${sizes.H} ${sizes.H === 1 ? "head" : "heads side by side"}`, rowLabels: words, bands: { size: sizes.E / sizes.H, heads: sizes.H } });
+      shown.show("merged", t.merged, { name: `${sizes.H} ${sizes.H === 1 ? "head" : "heads side by side"}`, shape, rowLabels: words, bands: { size: sizes.E / sizes.H, heads: sizes.H } });
       return t;
     },
   };
@@ -91,7 +92,9 @@ export function wideLesson(room) {
   /** @type {any} */
   let t = null;
   const tell = el("p", { class: "answer", role: "status" });
+  const asked = el("span");
   const choice = sizeChoice(sizes, () => {
+    ask.clear();
     draw();
     const D = t.heads.shape[2];
     const right = D === sizes.E;
@@ -101,27 +104,30 @@ export function wideLesson(room) {
   });
   const pick = el("select", { "aria-label": "Is a head's output as wide as the model" }, ...[["", "…"], ["yes", "yes"], ["no", "no"]].map(([value, text]) => el("option", { value, text })));
   const ask = question({
-    words: ["4 heads in a model of width 64. Is the output of one head as wide as the model?"],
+    words: [asked],
     controls: [pick],
     check: () => {
-      const live = run(makeLayer({ E: 64, H: 4, words: wordsOf(SENTENCE) })).heads.shape[2];
       if (!pick.value) return { right: false, says: "Yes or no?" };
-      return pick.value === "no" ? { right: true, says: `One head is ${live} wide. It takes all four, side by side, to be 64 again.` } : { right: false, says: `The live layer has heads of ${live} numbers for each word, and 64 came in. The four share them.` };
+      const { E, H } = sizes;
+      const D = t.heads.shape[2];
+      if (D === E) return { right: pick.value === "yes", says: `The live layer has one head, and it is ${D} wide: nobody shares with it.` };
+      return pick.value === "no" ? { right: true, says: `One head is ${D} wide. It takes all ${H}, side by side, to be ${E} again: something will have to bring them together.` } : { right: false, says: `The live layer has heads of ${D} numbers for each word, and ${E} came in. The ${H} heads share them.` };
     },
     done: () => room.done(0),
   });
   const make = el("div", { class: "question" }, el("p", { class: "asked", text: "Now make it so: choose a number of heads for which one head is as wide as the model." }), choice.node, tell);
   function draw() {
+    asked.textContent = `${sizes.H} ${sizes.H === 1 ? "head" : "heads"} in a model of width ${sizes.E}. Is the output of one head as wide as the model?`;
     t = shown.draw();
   }
   draw();
-  return { words: ["So a head is narrower than the model it works in. That is why what a head puts out cannot simply take the place of what came in: something has to bring the heads together again."], picture: [shown.node], tasks: [ask.node, make], draw };
+  return { words: ["A word comes in with as many numbers as the model is wide. Each head hands back a row for it: what that head has gathered.", "Could such a row take the word's place?"], picture: [shown.node], tasks: [ask.node, make], draw };
 }
 
 /** @param {any} room */
 export function concatenateLesson(room) {
   const sizes = { E: 512, H: 8 };
-  const shown = headsSideBySide(room, sizes);
+  const shown = headsSideBySide(room, sizes, ""); // its shape is the answer
   const choice = sizeChoice(sizes, () => draw());
   const asked = el("span");
   /** @type {any} */
