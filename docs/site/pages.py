@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 EXPLORER = "docs/live.html"  # the explorer in a file, which the page of the seven steps has inside
 COMMANDS = "docs/reference/command-line.md"
-LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)|src=\"([^\":]+)\"")
+LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?(?: \"[^\"]*\")?\)|src=\"([^\":]+)\"")  # with a title, or without
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
