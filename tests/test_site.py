@@ -127,4 +127,5 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\">\s]+)", page.read_text())
         assert not loaded, (page.name, loaded)
     assert not dead_links(tmp_path)
+    assert "<code>TEXT|IMAGE</code>" in (tmp_path / "docs" / "reference" / "command-line.html").read_text()
     assert (tmp_path / "docs" / "live.html").stat().st_size > 1e6
