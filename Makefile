@@ -120,7 +120,8 @@ check: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*/*.cpp native/*/*.h native/*/*.inl)
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
-	$(BIN)/zizmor --offline --quiet .github/workflows
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet .github
 	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) -p tsconfig.json; \
 	  else echo "no node, or no way to typescript: the types of the page were not checked"; fi
 

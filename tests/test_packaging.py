@@ -177,7 +177,5 @@ def test_with_a_compiler_the_wheel_holds_the_native_module(tmp_path: Path) -> No
 
 def test_the_version_is_that_of_the_project() -> None:
     assert f'version = "{multihead.__version__}"' in (ROOT / "pyproject.toml").read_text()
-    assert (
-        f"## {multihead.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-        or "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
-    )
+    dated = rf"^## {re.escape(multihead.__version__)} — \d{{4}}-\d\d-\d\d$"
+    assert re.search(dated, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -1,5 +1,6 @@
 """The documentation site: every public name has an entry with an example, and the pages need nothing from elsewhere."""
 
+import html
 import importlib
 import inspect
 import os
@@ -57,6 +58,34 @@ def test_every_page_is_in_the_navigation() -> None:
         assert page.relative_to(ROOT).as_posix() in nav, page
 
 
+def test_what_the_readme_ticks_off_links_to_tests_that_are_there() -> None:
+    table = (ROOT / "README.md").read_text().split("## What is there, beside its peers")[1].split("\n\n")[2]
+    for row in table.splitlines()[2:]:
+        links = re.findall(r"\[[^]]+\]\((tests/\S+\.py) \"(test_\w+)\"\)", row.split(" | ")[1])
+        assert links, row
+        for file, test in links:
+            assert re.search(rf"^ *def {test}\(", (ROOT / file).read_text(), re.M), (file, test)
+
+
+# What pages show of the inside: nothing that is promised to stay.
+INSIDE = {"multihead.masks.see", "multihead.explorer.session.Session", "multihead.explorer.subjects.of_package"}
+IMPORTED = re.compile(r"from (multihead[\w.]*) import ([\w, ]+)")
+
+
+def test_what_a_page_imports_has_an_entry() -> None:
+    for page in [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/*.md"),
+        *ROOT.glob("examples/*.ipynb"),
+    ]:
+        for room, names in IMPORTED.findall(page.read_text()):
+            for name in names.split(", "):
+                whole = f"{room}.{name.strip()}"
+                there = whole in entries() | INSIDE or any(entry.startswith(f"{whole}.") for entry in entries())
+                assert there, f"{page.name} imports {whole}: write ::: {whole} into a page of docs/reference"
+
+
 class Links(HTMLParser):
     """What a page links to or loads, and what in it can be linked to."""
 
@@ -99,4 +128,6 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\">\s]+)", page.read_text())
         assert not loaded, (page.name, loaded)
     assert not dead_links(tmp_path)
+    commands = (tmp_path / "docs" / "reference" / "command-line.html").read_text()
+    assert "<code>TEXT|IMAGE</code>" in html.unescape(commands)
     assert (tmp_path / "docs" / "live.html").stat().st_size > 1e6

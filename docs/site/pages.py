@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 EXPLORER = "docs/live.html"  # the explorer in a file, which the page of the seven steps has inside
 COMMANDS = "docs/reference/command-line.md"
-LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)|src=\"([^\":]+)\"")
+LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?(?: \"[^\"]*\")?\)|src=\"([^\":]+)\"")  # with a title, or without
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
@@ -87,10 +87,12 @@ def _commands() -> str:
 
 def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
-        return f"`{parameter.metavar or parameter.name.upper()}`".replace("|", "\\|")
+        name = (parameter.metavar or parameter.name.upper()).replace("|", "&#124;")  # a cell of a table would end there
+        return f"<code>{name}</code>"
     return " ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
 
 
 def _plain(help: str) -> str:
-    """Help as Markdown: its line breaks are the terminal's."""
-    return re.sub(r"\[default:[^]]*\]", "", help.replace("\f", "")).strip()
+    """Help as Markdown: its line breaks are the terminal's, and options are code."""
+    text = re.sub(r"\[default:[^]]*\]", "", help.replace("\f", "")).strip()
+    return re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", text)

@@ -201,6 +201,7 @@ WRONG = [
     ("{file}:Nobody", "attention.py has no Nobody: it has MyAttention"),
     ("{file}", "expected FILE.py:NAME"),
     ("{file}.missing:X", "there is no such file"),
+    ("{folder}:X", "is a folder: expected FILE.py"),
     ("{file}:nn.Linear(3)", "cannot be made"),
     ("{file}:nn", "expected a class, a module or a function"),
     ("{folder}/syntax.py:f", "syntax.py, line 1"),

@@ -96,10 +96,13 @@ def test_a_port_that_is_taken() -> None:
     [
         ({"port": 70000}, "expected 0…65535"),
         ({"host": "no.such.host.invalid"}, "expected an address of this machine"),
+        ({"host": "192.0.2.1"}, "host='192.0.2.1': expected an address of this machine"),
         ({"model": "no/such/model.safetensors"}, "there is no such file"),
         ({"model": "x.gguf"}, "there is no such file"),
         ({"sample": "unicorn"}, "expected one of"),
         ({"text": "a", "sample": "bag"}, "expected one of them"),
+        ({"model": "vit", "text": "a"}, "text='a' is nothing that model='vit' takes: leave one of them out"),
+        ({"model": "lm", "sample": "bag"}, "sample='bag' is nothing that model='lm' takes: leave one of them out"),
         ({"layer": 9}, "has layers 0…1"),
     ],
 )

@@ -220,10 +220,15 @@ def test_the_command_line_refuses_in_a_sentence(
     broken = tmp_path / "broken.png"
     Image.effect_noise((64, 64), 90).save(broken)
     broken.write_bytes(broken.read_bytes()[:300])
+    words = tmp_path / "words.txt"
+    words.write_text("I love pepperoni pizza")
     for arguments, message in (
         (["show", str(broken)], "is damaged"),
         (["show", "hello", "--width", "64"], "--width=64 is for the running example: give --example too"),
         (["show", "--sample", "cat"], "--sample='cat': expected one of T-shirt, ankle boot, bag"),
+        (["show", str(tmp_path)], "is a folder: expected a text, or the path of a picture"),
+        (["show", str(words)], f'is a file of text: expected the text itself, "$(cat {words})", or a picture'),
+        (["bench", "--case", "nothing"], "no case matches nothing"),
         (["train", "lm", "--data", "nowhere"], "nowhere: there is no such file or folder"),
         (["train", "lm", "--shift", "1"], "--shift=1 is for images: expected it with vit"),
         (["train", "vit", "--repeats", "0"], "--repeats=0.0 is for text: expected it with lm"),

@@ -208,6 +208,18 @@ def test_bits_do_not_depend_on_threads_or_batch(case, isa, dtype):
         assert torch.equal(last.native(isa)[0], one[0][-1:])
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.endswith("_bf16")])
+def test_bfloat16_is_multiplied_in_pairs_where_that_is_said(isa):
+    """An instruction for pairs takes numbers below the smallest normal for 0: no other way of multiplying does."""
+    problem = random(1, 1, 1, 40, 64, 32, 32, dtype=torch.bfloat16)
+    problem.q.fill_(2.0**-130)
+    problem.k.fill_(0.0)
+    problem.k[..., :7, :] = 2.0**127
+    in_pairs, widened = problem.native(isa)[1], problem.native("portable")[1]
+    assert torch.equal(in_pairs, torch.full_like(in_pairs, math.log(64)))
+    assert (widened > math.log(64) + 0.1).all()
+
+
 def test_generator_matches_its_definition():
     """Counted, not only close: the dropped weights are exactly the ones the definition drops."""
     problem = random(2, 3, 3, 19, 101, 8, 101, dropout=0.5, seed=0x123456789ABCDEF)

@@ -1,4 +1,4 @@
-"""Guard pages: every tensor ends where its page ends, and the next page may not be touched."""
+"""Guard pages: every tensor ends where its page ends, and the next page may not be touched; nor may hidden keys."""
 
 from __future__ import annotations
 
@@ -91,6 +91,38 @@ def test_a_look_touches_nothing_beyond_a_tensor(case: Case, dtype: torch.dtype, 
 
     for a, b in zip(ask(own, memory.copy), ask(plain, torch.Tensor.clone), strict=True):
         assert torch.equal(a, b)
+
+
+KEYS = 3072
+SEEN = slice(1024, 2048)  # whole pages and whole tiles of keys
+
+
+class Unreadable:
+    """(B,G,K,D) whose keys outside SEEN lie in pages that may not be read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        row = tensor.shape[-1] * tensor.element_size()
+        assert tensor.shape[:3] == (1, 1, KEYS)
+        assert SEEN.start * row % PAGE == SEEN.stop * row % PAGE == 0
+        self.area = mmap.mmap(-1, KEYS * row)
+        self.tensor = torch.frombuffer(self.area, dtype=tensor.dtype).view(tensor.shape)
+        self.tensor.copy_(tensor)
+        for start, stop in ((0, SEEN.start), (SEEN.stop, KEYS)):
+            at = ctypes.c_void_p(self.tensor.data_ptr() + start * row)
+            if libc.mprotect(at, (stop - start) * row, 0):
+                pytest.skip("mprotect is not allowed here")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 40], ids=["decode", "chunk"])
+def test_hidden_keys_are_not_read(queries: int, dtype: torch.dtype, isa: str) -> None:
+    """Work that hidden keys cost would begin with reading them: here that ends the process."""
+    bounds = {"start": (0, SEEN.start, SEEN.start), "stop": (0, SEEN.stop, SEEN.stop)}
+    plain = random(1, 4, 1, queries, KEYS, 64, 64, dtype=dtype, **bounds)
+    k, v = Unreadable(plain.k), Unreadable(plain.v)
+    own = Problem(plain.q, k.tensor, v.tensor, plain.scale, **bounds)
+    assert torch.equal(own.native(isa)[0], plain.native(isa)[0])
 
 
 def test_the_guard_guards() -> None:

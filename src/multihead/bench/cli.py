@@ -1,7 +1,6 @@
 """`multihead bench`: what to measure, and where to write it."""
 
 import argparse
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,7 +32,7 @@ def main(arguments=None):
     cases = select(options.case, quick, named=options.list, dtypes=dtypes)
     if not cases:
         among = f" in {' or '.join(dtypes)}" if options.case else ""
-        sys.exit(f"no case matches {' or '.join(options.case)}{among}: --list names them all, --dtype chooses")
+        raise ValueError(f"no case matches {' or '.join(options.case)}{among}: --list names them all, --dtype chooses")
     if options.list:
         for case in cases:
             console.print(f"{case.name:<42} {case.why}", highlight=False, soft_wrap=True)

@@ -33,7 +33,7 @@ def load(target: str, width: int, heads: int, tokens: int, kv_heads: int | None,
         raise NotLoaded(f"{target!r}: expected FILE.py:NAME, the name of a class, a function or a module in it")
     file = Path(path).resolve()
     if not file.is_file():
-        raise NotLoaded(f"{path}: there is no such file")
+        raise NotLoaded(f"{path} is a folder: expected FILE.py" if file.is_dir() else f"{path}: there is no such file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise NotLoaded(f"{path}: expected a Python file")
@@ -132,5 +132,8 @@ class _Weights(nn.Module):
 
 def _callable(found: Any, name: str) -> Callable:
     if not callable(found):
-        raise NotLoaded(f"{name} is a {type(found).__name__}: expected a class, a module or a function")
+        raise NotLoaded(
+            f"{name}: an object of type {type(found).__name__} cannot be called: "
+            "expected a class, a module or a function that takes x"
+        )
     return found

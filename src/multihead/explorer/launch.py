@@ -32,6 +32,9 @@ def launch(
         subjects = [of_name(model), *subjects]
     session = Session(subjects)
     first = _chosen(session, subjects[0].id if model is None else model if model in NAMES else "model", text, sample)
+    if model is not None and first[1] not in (model, "model"):
+        given = f"text={text!r}" if sample is None else f"sample={sample!r}"
+        raise ValueError(f"{given} is nothing that model={model!r} takes: leave one of them out")
     session.start_with(*first, layer)
     if save is not None:
         write_text(save, single_file(session, session.first))

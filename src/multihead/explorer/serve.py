@@ -1,6 +1,7 @@
 """The server as a running thing: its port, its token, the browser, and an end that is clean."""
 
 import asyncio
+import errno
 import ipaddress
 import os
 import secrets
@@ -197,6 +198,8 @@ def listen(host: str, port: int | None) -> socket.socket:
             raise ValueError(f"port={choice}: expected 0…65535") from error
         except OSError as error:
             made.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(f"host={host!r}: expected an address of this machine") from error
             if port is not None or choice == 0:
                 raise ValueError(f"port={choice} of {host}: {error.strerror}: expected one that is free") from error
     raise AssertionError("the last choice is any port")

@@ -36,6 +36,10 @@ def read(image: "Source", size: int) -> Tensor:
 
     Transparent parts are black. A picture on a light ground is turned into its negative, because the model was trained
     on light things on black. It is fitted into the middle of a square, not stretched.
+
+    >>> from multihead.models.images import read
+    >>> read(mh.models.samples()["ankle boot"], 28).shape
+    torch.Size([28, 28])
     """
     from PIL import Image, ImageChops, ImageOps
 

@@ -82,6 +82,14 @@ def train_lm(
         repeats: the part of the rows that are no text but random tokens, said over and over; see `texts.batch`.
         vocabulary: how many tokens the tokenizer has, at most.
         report: is called with the progress.
+
+    >>> import tempfile
+    >>> from multihead.models.recipes import train_lm
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "rhyme.txt").write_text("one two three four five, once I caught a fish alive. " * 99)
+    >>> done = train_lm(folder, size="tiny", steps=2, vocabulary=300, data=folder / "rhyme.txt")
+    >>> done.finished, done.path.name
+    (True, 'lm.safetensors')
     """
     given = _size(LM_SIZES, size)
     if not 0 <= repeats <= 1:
@@ -135,6 +143,17 @@ def train_vit(
         rate: the highest learning rate.
         shift: move each image by up to so many pixels, by chance.
         report: is called with the progress.
+
+    >>> import shutil, tempfile
+    >>> from multihead.models.recipes import train_vit
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for label in ("bag", "coat"):
+    ...     (folder / "images" / label).mkdir(parents=True)
+    ...     for n in range(10):  # of each label every tenth is held out
+    ...         _ = shutil.copy(mh.models.samples()[label], folder / "images" / label / f"{n}.png")
+    >>> done = train_vit(folder, size="tiny", steps=2, data=folder / "images")
+    >>> done.finished, done.model.labels
+    (True, ['bag', 'coat'])
     """
     given = _size(VIT_SIZES, size)
     torch.manual_seed(seed)

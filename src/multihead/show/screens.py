@@ -3,6 +3,7 @@
 As in `draw`, colour helps and is never needed.
 """
 
+import mimetypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ def show(what: str, layer: int | None = None, model: str | None = None, *, brief
     `brief`: what fits on one screen; else every step with its numbers.
     """
     is_picture = what.lower().endswith(SUFFIXES) or os.path.isfile(what)  # a long text is no path, and no error
+    if os.sep in what and os.path.isdir(what):
+        raise IsADirectoryError(f"{what} is a folder: expected a text, or the path of a picture")
+    if is_picture and (mimetypes.guess_type(what)[0] or "").startswith("text/"):
+        raise ValueError(f'{what} is a file of text: expected the text itself, "$(cat {what})", or a picture')
     if model is None:
         model = "vit" if is_picture else "lm"
     if model not in NAMES and Path(model).suffix != ".safetensors":
