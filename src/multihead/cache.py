@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.masks import Mask, Window
-from multihead.masks.intervals import Frame
+from multihead.masks.intervals import Frame, require_storage
 from multihead.sizes import Sizes, describe, require_int
 
 _T = TypeVar("_T")
@@ -28,6 +28,7 @@ def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device)
         raise TypeError(f"rows is a {type(rows).__name__}: expected row numbers, a tensor or a list")
     if rows.dim() != 1 or rows.dtype.is_floating_point or rows.dtype == torch.bool:
         raise ValueError(f"rows is {describe(rows)}: expected one axis of row numbers")
+    require_storage("rows", rows)
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < batch):
         raise ValueError(f"rows={rows.tolist()}: expected row numbers 0…{batch - 1}")
     return rows.to(device)

@@ -33,7 +33,7 @@ from multihead.layer.whole import in_one_call
 from multihead.lens import Lens, look
 from multihead.lens.why import Origin, in_terms_of_x
 from multihead.masks import Mask, as_mask, lower
-from multihead.masks.intervals import Frame, Visible
+from multihead.masks.intervals import Frame, Visible, require_storage
 from multihead.positions import RoPE
 from multihead.sizes import Sizes, check_floating, check_numbers
 
@@ -318,6 +318,8 @@ class MultiHeadAttention(nn.Module):
         """Step 2, and what makes q and k ready to meet: QK-norm, then RoPE."""
         heads = steps.split(t)
         if norm is not None:
+            if not norm._forward_pre_hooks:  # which might bring its weight back
+                require_storage("a norm's weight", norm.weight)
             heads = norm(heads.to(norm.weight.dtype)).to(t.dtype)  # under autocast the weight stays float32
         if self.rope is None or where is None:
             return heads

@@ -12,7 +12,7 @@ from multihead.kernel.eligible import CPU
 from multihead.kernel.layer import Store, Turn, prepare, run
 from multihead.layer.call import LayerCall
 from multihead.layer.checks import check_lengths
-from multihead.masks.intervals import Frame
+from multihead.masks.intervals import Frame, require_storage
 from multihead.positions import RoPE
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _turn(rope: RoPE, D: int, given: Tensor | None, first: int | Tensor, N: int)
             return Turn(*table, first, isinstance(first, Tensor), interleaved)
         positions = torch.arange(N, device=CPU) + (first[:, None] if isinstance(first, Tensor) else first)
     else:
+        require_storage("positions", given)
         whole = type(given) is Tensor and given.dtype in (torch.int64, torch.int32) and given.device == CPU
         if not whole or given.shape[-1:] != (N,) or int(given.min()) < 0:
             return None
