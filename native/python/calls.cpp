@@ -143,6 +143,7 @@ nb::object attend_now(const nb::tuple& call, nb::handle mask, const nb::callable
   const Given given{call[0], call[1], call[2], call[3], call[4], call[5], call[6], call[7]};
   Reader reader(records_gradients());
   Plan plan;
+  if (given.v.is_none()) return as_tuple({"v is None", false});  // only who asks for no output has no values
   if (!attention(reader, given, plan)) return as_tuple(reader.reason);
   if (plan.dropout > 0) throw nb::value_error("dropout needs a seed, which such a call has not");
   if (!mask.is_none()) {

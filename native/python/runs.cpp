@@ -14,9 +14,11 @@ namespace nb = nanobind;
 namespace multihead {
 namespace {
 
-// A tensor to write to: of this shape and dtype, and contiguous from `axis` on. `given` to read from, likewise.
-Tensor fitting(nb::handle object, const char* name, std::initializer_list<index> shape, Number number, int axis) {
-  Reader reader(false, true);
+// A tensor to write to: of this shape and dtype, and contiguous from `axis` on. One that is read, and that others made
+// or kept meanwhile, must hold what it sees.
+Tensor fitting(nb::handle object, const char* name, std::initializer_list<index> shape, Number number, int axis,
+               bool made_here = true) {
+  Reader reader(false, made_here);
   Tensor t;
   if (!reader.tensor(object, name, t)) refuse(reader.reason.says);
   const bool fits = t.number == number && t.axes == static_cast<int>(shape.size()) &&
@@ -35,14 +37,14 @@ class Into {
     used_ += found != nullptr;
     return found == Py_None ? nb::handle() : nb::handle(found);
   }
-  void* whole(const char* name, std::initializer_list<index> shape, Number number) {
+  void* whole(const char* name, std::initializer_list<index> shape, Number number, bool made_here = true) {
     const nb::handle found = (*this)(name);
-    return found ? fitting(found, name, shape, number, 0).data : nullptr;
+    return found ? fitting(found, name, shape, number, 0, made_here).data : nullptr;
   }
-  View rows(const char* name, std::initializer_list<index> shape, Number number) {
+  View rows(const char* name, std::initializer_list<index> shape, Number number, bool made_here = true) {
     const nb::handle found = (*this)(name);
     if (!found) return {};
-    const Tensor t = fitting(found, name, shape, number, 3);
+    const Tensor t = fitting(found, name, shape, number, 3, made_here);
     return {t.data, t.strides[0], t.strides[1], t.strides[2]};
   }
   void done() const {
@@ -101,13 +103,13 @@ void run_backward(AttentionCall& call, int threads, const std::string& isa, cons
   const Sizes& s = g.plan.sizes;
   const Number exact = wide(g.plan.type), own = static_cast<Number>(g.plan.type);
   Into into(named);
-  g.d_out = into.rows("d_out", {s.B, s.H, s.Q, s.V}, own);
+  g.d_out = into.rows("d_out", {s.B, s.H, s.Q, s.V}, own, false);
   g.d_q = into.rows("d_q", {s.B, s.H, s.Q, s.D}, own);
   g.d_k = into.rows("d_k", {s.B, s.G, s.K, s.D}, own);
   g.d_v = into.rows("d_v", {s.B, s.G, s.K, s.V}, own);
-  g.plan.state = into.whole("state", {s.B, s.H, s.Q, 2}, exact);
+  g.plan.state = into.whole("state", {s.B, s.H, s.Q, 2}, exact, false);
   g.delta = into.whole("delta", {s.B, s.H, s.Q, 2}, exact);
-  g.d_lse = into.whole("d_lse", {s.B, s.H, s.Q}, exact);
+  g.d_lse = into.whole("d_lse", {s.B, s.H, s.Q}, exact, false);
   into.done();
   const index rows = s.B * s.H * s.Q, keys = s.B * s.G * s.K;
   if ((rows && (!g.plan.state || !g.delta || !g.d_q.data || (s.V && !g.d_out.data))) ||

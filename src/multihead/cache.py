@@ -16,7 +16,7 @@ from torch import Tensor
 from multihead.masks import Mask, Window
 from multihead.masks.intervals import Frame
 from multihead.sizes import Sizes, describe, require_int
-from multihead.tensors import holds_integers
+from multihead.tensors import holds_integers, require_storage
 
 _T = TypeVar("_T")
 
@@ -29,6 +29,7 @@ def _row_numbers(rows: Tensor | Sequence[int], batch: int, device: torch.device)
         raise TypeError(f"rows is a {type(rows).__name__}: expected row numbers, a tensor or a list")
     if rows.dim() != 1 or not holds_integers(rows):
         raise ValueError(f"rows is {describe(rows)}: expected one axis of row numbers")
+    require_storage("rows", rows)
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < batch):
         raise ValueError(f"rows={rows.tolist()}: expected row numbers 0…{batch - 1}")
     return rows.to(device)

@@ -129,6 +129,8 @@ def check_attend(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t, axes in (("q", q, "(B,H,Q,D)"), ("k", k, "(B,G,K,D)"), ("v", v, "(B,G,K,V)")):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}: expected a tensor {axes}")
+        if t.is_nested:
+            raise TypeError(f"{name} is a nested tensor: expected a padded one {axes}, and mask=Padding(lengths)")
         if t.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}: expected four axes {axes}")
         check_floating(f"{name} has dtype ", t.dtype)

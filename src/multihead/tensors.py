@@ -24,7 +24,7 @@ def require_storage(name: str, t: object) -> None:
         t = torch._C._functorch.get_unwrapped(t)
     if t.device.type != "cpu" or type(t) not in (Tensor, torch.nn.Parameter):
         return
-    if t.layout != torch.strided or not t.numel() or t._is_zerotensor():
+    if t.layout != torch.strided or t.is_nested or not t.numel() or t._is_zerotensor():
         return
     last = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride()))
     needed, there = (last + 1) * t.itemsize, t.untyped_storage().nbytes()

@@ -75,9 +75,10 @@ class Lens:
             by_oracle, by_torch = self._statistic(what)
 
             def by_plain(order: plain.Product, by_torch: Any = by_torch) -> Tensor:
-                return by_torch(
-                    *plain.weigh(t["q"], t["k"], shown, scale, o.softcap, t.get("sinks"), t.get("bias"), order)
-                )
+                given = t["q"], t["k"], shown, scale, o.softcap, t.get("sinks"), t.get("bias")
+                # Narrower numbers are added up in float64, of which nothing is left; float64 has nothing wider.
+                total = plain.SUMS[order if broad == torch.float64 else torch.matmul]
+                return by_torch(*plain.weigh(*given, order), total)
 
             result = found[what]
             weights = tensors.bare(result[0] if isinstance(result, tuple) else result)
@@ -146,31 +147,39 @@ class Lens:
 
     def _statistic(
         self, what: str
-    ) -> tuple[Callable[[oracle.Attended], np.ndarray], Callable[[Tensor, Tensor], Tensor]]:
-        """The statistic from the oracle's weights, and from plain ones."""
+    ) -> tuple[Callable[[oracle.Attended], np.ndarray], Callable[[Tensor, Tensor, plain.Sum], Tensor]]:
+        """The statistic from the oracle's weights, and from plain ones, which may be added up in any order, too."""
         queries, keys, (height, width) = self.chosen
 
-        def pooled(weights: Tensor, pool: str) -> Tensor:
-            reduce = torch.amax if pool == "max" else torch.mean
-            return torch.stack([torch.stack([reduce(weights[:, :, r, c], dim=(2, 3)) for c in oracle.bins(self.s.K, width)], -1)
+        def pooled(weights: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+            return torch.stack([torch.stack([reduce(weights[:, :, r, c]) for c in oracle.bins(self.s.K, width)], -1)
                                 for r in oracle.bins(self.s.Q, height)], -2)  # fmt: skip
+
+        def mean(t: Tensor, total: plain.Sum) -> Tensor:
+            return total(total(t)) / (t.shape[-2] * t.shape[-1])
 
         def top(weights: Tensor, n: int) -> Tensor:
             best = weights.sort(-1, descending=True).values[..., :n]
             return torch.nn.functional.pad(best, (0, n - best.shape[-1]))
 
         return {
-            "rows": (lambda a: a.weights[:, :, queries], lambda w, _: w[:, :, queries]),
-            "columns": (lambda a: a.weights[..., keys], lambda w, _: w[..., keys]),
-            "weights": (lambda a: a.weights, lambda w, _: w),
-            "map mean": (lambda a: oracle.pooled(a.weights, height, width, "mean"), lambda w, _: pooled(w, "mean")),
-            "map max": (lambda a: oracle.pooled(a.weights, height, width, "max"), lambda w, _: pooled(w, "max")),
-            "top": (lambda a: oracle.top(a.weights, height), lambda w, _: top(w, height)),
-            "peak": (lambda a: oracle.top(a.weights, 1)[..., 0], lambda w, _: top(w, 1)[..., 0]),
-            "entropy": (lambda a: oracle.entropy(a.weights), lambda w, _: torch.special.entr(w).sum(-1)),
-            "mass": (lambda a: a.weights[..., keys].sum(-1), lambda w, _: w[..., keys].sum(-1)),
-            "received": (lambda a: a.weights.sum(2), lambda w, _: w.sum(2)),
-            "lse": (lambda a: a.lse, lambda _, lse: lse),
+            "rows": (lambda a: a.weights[:, :, queries], lambda w, *_: w[:, :, queries]),
+            "columns": (lambda a: a.weights[..., keys], lambda w, *_: w[..., keys]),
+            "weights": (lambda a: a.weights, lambda w, *_: w),
+            "map mean": (
+                lambda a: oracle.pooled(a.weights, height, width, "mean"),
+                lambda w, _, total: pooled(w, lambda bin: mean(bin, total)),
+            ),
+            "map max": (
+                lambda a: oracle.pooled(a.weights, height, width, "max"),
+                lambda w, *_: pooled(w, lambda bin: bin.amax((-2, -1))),
+            ),
+            "top": (lambda a: oracle.top(a.weights, height), lambda w, *_: top(w, height)),
+            "peak": (lambda a: oracle.top(a.weights, 1)[..., 0], lambda w, *_: top(w, 1)[..., 0]),
+            "entropy": (lambda a: oracle.entropy(a.weights), lambda w, _, total: total(torch.special.entr(w))),
+            "mass": (lambda a: a.weights[..., keys].sum(-1), lambda w, _, total: total(w[..., keys])),
+            "received": (lambda a: a.weights.sum(2), lambda w, _, total: total(w.mT)),
+            "lse": (lambda a: a.lse, lambda _, lse, __: lse),
         }[what]  # type: ignore[return-value]
 
     def _check_keys(self, what: str, keys: Tensor, weights: np.ndarray, seen: np.ndarray, verdict: Judged) -> Judged:

@@ -32,6 +32,20 @@ def from_the_end(a: Tensor, b: Tensor) -> Tensor:
 
 ORDERS: tuple[Product, ...] = (torch.matmul, one_by_one, from_the_end)
 
+Sum = Callable[[Tensor], Tensor]
+
+
+def sum_one_by_one(t: Tensor) -> Tensor:
+    """The sum along the last axis, every addition rounded."""
+    return t.cumsum(-1)[..., -1] if t.shape[-1] else t.sum(-1)
+
+
+SUMS: dict[Product, Sum] = {
+    torch.matmul: lambda t: t.sum(-1),
+    one_by_one: sum_one_by_one,
+    from_the_end: lambda t: sum_one_by_one(t.flip(-1)),
+}
+
 
 def score(q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float | None = None, bias: Tensor | None = None,
           product: Product = torch.matmul) -> Tensor:  # fmt: skip

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +89,17 @@ def test_a_crash_is_reported_with_its_case_and_the_hunt_goes_on() -> None:
     assert found.cases == 7
     assert found.outcomes["right"] + found.outcomes["refused"] >= 6
     assert str(crashed[0]).startswith(f"python -m tests.fuzz --seed 5 --kind attend --case {crashed[0].case}: ")
+
+
+def test_a_pause_of_everything_is_no_case_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the machine sleeps: by the clock an hour goes by between any two looks at it."""
+    hours = itertools.count(step=3600.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(hours))
+    child, says = object.__new__(hunt.Child), [sys.executable, "-c", "print('[\"right\"]')"]
+    child.heard = b""
+    with subprocess.Popen(says, stdout=subprocess.PIPE) as child.process:
+        assert child.hear(hunt.PATIENCE) == ["right"]
+        assert child.hear(hunt.PATIENCE) is None
 
 
 def test_a_case_is_the_same_for_the_same_seed() -> None:

@@ -37,6 +37,7 @@ MANY = kernel.module is not None and not kernel.module.cpu_is_intel()  # whether
 GRADIENT = Reason("a gradient is wanted", True)
 WATCHED = Reason("somebody watches what happens between the steps", True)
 OTHERWISE = Reason("the module is called in a way that is left to it", True)
+_NO_VALUES = Reason("v is None", False)
 OTHER_DTYPE = Reason("the weight is not of the dtype of x", True)
 
 
@@ -90,6 +91,8 @@ def attention(call: Arguments | Call, mask: Mask | Visible | Tensor | None) -> "
     reason = watched()
     if reason is not None:
         return reason
+    if call.v is None:  # only a lens has no values
+        return _NO_VALUES
     assert kernel.module is not None
     read = kernel.module.attention(call, torch.is_grad_enabled())
     if type(read) is tuple:

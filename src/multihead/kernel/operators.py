@@ -12,6 +12,7 @@ from multihead import steps
 from multihead.call import Call
 from multihead.kernel.attend import attend, backward, lined_up, marshal
 from multihead.masks.intervals import Bound, Ramp, Visible
+from multihead.tensors import require_storage
 
 
 def _call(
@@ -129,6 +130,8 @@ def _gradients_of_the_specification(
 ) -> list[Tensor | None]:
     """The gradients of q, k, v, bias and sinks through `steps.attend`, differentiable where gradients are recorded."""
     create_graph = torch.is_grad_enabled()
+    for name, t in (("q", call.q), ("k", call.k), ("v", call.v), ("bias", call.bias), ("the mask", call.visible.dense)):
+        require_storage(name, t)  # it may have been freed since the forward pass
     with torch.enable_grad():
         # Each input is a tensor of its own here, for one that is given twice must not get the gradients of both.
         inputs = [

@@ -36,6 +36,7 @@ from multihead.masks import Mask, as_mask, lower
 from multihead.masks.intervals import Frame, Visible
 from multihead.positions import RoPE
 from multihead.sizes import Sizes, check_floating, check_numbers
+from multihead.tensors import require_storage
 
 Where = Tensor | tuple[Tensor, Tensor] | None  # positions, or the cosines and sines of their angles
 
@@ -318,6 +319,8 @@ class MultiHeadAttention(nn.Module):
         """Step 2, and what makes q and k ready to meet: QK-norm, then RoPE."""
         heads = steps.split(t)
         if norm is not None:
+            if not norm._forward_pre_hooks:  # which might bring its weight back
+                require_storage("a norm's weight", norm.weight)
             heads = norm(heads.to(norm.weight.dtype)).to(t.dtype)  # under autocast the weight stays float32
         if self.rope is None or where is None:
             return heads

@@ -7,7 +7,7 @@ from multihead.cache import Cache, ContextCache
 from multihead.call import under_autocast
 from multihead.masks import check_broadcast
 from multihead.sizes import Sizes, check_floating, describe
-from multihead.tensors import holds_integers, inside_torch_func, readable
+from multihead.tensors import holds_integers, inside_torch_func, readable, require_storage
 
 
 def check_call(
@@ -70,6 +70,7 @@ def check_positions(name: str, given: Tensor | None, x: Tensor) -> None:
     if not isinstance(given, Tensor) or not holds_integers(given):
         what = describe(given) if isinstance(given, Tensor) else repr(given)
         raise TypeError(f"{name} is {what}: expected a tensor of integers")
+    require_storage(name, given)
     check_broadcast(name, given, x.shape[:2], "(B,N)")
 
 
@@ -103,6 +104,7 @@ def check_lengths(
     real = torch.as_tensor(lengths, device=x.device)
     if not holds_integers(real) or real.shape != x.shape[:1]:
         raise ValueError(f"lengths is {describe(real)}: expected an integer for each of the B={x.shape[0]} rows")
+    require_storage("lengths", real)
     kept = isinstance(cache, Cache) and not torch.compiler.is_compiling()
     if kept and (real.is_meta or inside_torch_func()):
         raise ValueError("lengths= has no numbers to read here, and a cache has to know where each of its rows ends")

@@ -14,6 +14,7 @@ from multihead.layer.call import LayerCall
 from multihead.layer.checks import check_lengths
 from multihead.masks.intervals import Frame
 from multihead.positions import RoPE
+from multihead.tensors import require_storage
 
 if TYPE_CHECKING:
     from multihead.layer import MultiHeadAttention
@@ -98,6 +99,7 @@ def _turn(rope: RoPE, D: int, given: Tensor | None, first: int | Tensor, N: int)
             return Turn(*table, first, isinstance(first, Tensor), interleaved)
         positions = torch.arange(N, device=CPU) + (first[:, None] if isinstance(first, Tensor) else first)
     else:
+        require_storage("positions", given)
         plain = type(given) is Tensor and given.dtype in (torch.int64, torch.int32) and given.device == CPU
         if not plain or given.shape[-1:] != (N,) or int(given.min()) < 0:
             return None

@@ -27,6 +27,7 @@ from multihead.lens.why import Origin, Why, resolve, split
 from multihead.masks import Mask
 from multihead.masks.intervals import Visible
 from multihead.sizes import describe, require_int
+from multihead.tensors import require_storage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -405,6 +406,7 @@ def _checked(lse: Tensor, region: Region) -> Tensor:
     if not isinstance(lse, Tensor) or not lse.dtype.is_floating_point:
         what = describe(lse) if isinstance(lse, Tensor) else type(lse).__name__
         raise TypeError(f"lse is {what}: expected a floating tensor (B,H,Q), as attend(..., return_lse=True) gives it")
+    require_storage("lse", lse)
     if lse.shape != region.shape[:3] or lse.device != region.q.device:
         raise ValueError(f"lse is {describe(lse)}: expected (B,H,Q)={region.shape[:3]} on {region.q.device}")
     return lse.to(region.wide).masked_fill(lse == torch.inf, torch.nan)  # a visible inf: no weights to speak of

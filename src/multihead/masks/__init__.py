@@ -121,6 +121,7 @@ def _int_tensor(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         if not holds_integers(value):
             raise TypeError(f"{name} has dtype {value.dtype}: expected integers")
+        require_storage(name, value)
         return value.long()
     if isinstance(value, Sequence) and not isinstance(value, str):
         if value and all(isinstance(row, Sequence) and not isinstance(row, str) for row in value):
@@ -141,6 +142,7 @@ def _per_row(name: str, value: object) -> Tensor:
 
 
 def _check_range(name: str, lengths: Tensor, most: int | None, what: str) -> None:
+    require_storage(name, lengths)
     if readable(lengths) and lengths.numel():
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or (most is not None and high > most):
@@ -223,6 +225,7 @@ class Prefix(Mask):
             _check_range("n", self.n, None, "a number of keys")
 
     def within(self, frame: Frame) -> Visible:
+        require_storage("n", self.n)
         n = self.n.to(frame.device)[:, None, None] if isinstance(self.n, Tensor) else self.n
         prefix = frame.fixed(frame.origin + n - frame.dropped)
         return Visible(frame.Q, frame.K, frame.fixed(0), higher_of(prefix, frame.near(1), frame))
@@ -299,10 +302,9 @@ class Documents(Mask):
         lengths = self.lengths.to(frame.device)
         keys = lengths if self.key_lengths is None else self.key_lengths.to(frame.device)
         for name, t, total, axis in (("lengths", lengths, frame.Q, "Q"), ("key_lengths", keys, frame.K, "K")):
-            if readable(t):
-                _check_range(name, t, None, "document lengths")
-                if bool((t.sum(-1) != total).any()):
-                    raise ValueError(f"{name}={t.tolist()} adds up to {t.sum(-1).tolist()}: expected {axis}={total}")
+            _check_range(name, t, None, "document lengths")
+            if readable(t) and bool((t.sum(-1) != total).any()):
+                raise ValueError(f"{name}={t.tolist()} adds up to {t.sum(-1).tolist()}: expected {axis}={total}")
         lengths, keys = torch.broadcast_tensors(lengths, keys)
         query_end, key_end = lengths.cumsum(-1), keys.cumsum(-1)
         query = torch.arange(frame.Q, device=frame.device).expand(*lengths.shape[:-1], frame.Q).contiguous()
