@@ -232,6 +232,22 @@ def test_ceilings_are_rates_and_the_better_measurement_counts():
     assert one.best(other) == Ceilings({"fp32": 3.0}, {16: 5.0})
 
 
+def test_the_fastest_way_there_is_makes_the_ceiling(monkeypatch):
+    """Ours too, where it is: a share of a slow yardstick would flatter."""
+    multiplied = []
+
+    def best(way, seconds):
+        multiplied.clear()
+        way()
+        return 1.0 if multiplied else 2.0
+
+    plain = ceilings.linear
+    monkeypatch.setattr(ceilings, "_best", best)
+    monkeypatch.setattr(ceilings, "linear", lambda *call: multiplied.append(call) or plain(*call))
+    assert ceilings.gemm_rate("fp32", 1, ((64, 96, 32),)) == 2 * 64 * 96 * 32
+    assert ceilings.read_rate(16 * 1024, 1) == 16 * 1024
+
+
 def test_half_precision_is_never_held_to_less_than_single(monkeypatch):
     rates = {"fp32": 3.0, "bf16": 5.0, "fp16": 1.0}
     monkeypatch.setattr(ceilings, "gemm_rate", lambda dtype, seconds, sizes=None: rates[dtype])

@@ -35,6 +35,20 @@ bool intel() {
   return vendor.ebx == 0x756e6547 && vendor.edx == 0x49656e69 && vendor.ecx == 0x6c65746e;
 }
 
+// Bytes of a core's first-level cache of data, which Intel and AMD describe alike, in leaves of their own.
+unsigned first_level_bytes() {
+  for (unsigned sub = 0; sub < 8; ++sub) {
+    const Leaf cache(intel() ? 4u : 0x8000001du, sub);
+    const unsigned type = cache.eax & 31u, level = (cache.eax >> 5) & 7u;
+    if (type == 0) break;  // no more caches, or a CPU that does not say
+    if (type != 1 || level != 1) continue;
+    const unsigned ways = (cache.ebx >> 22) + 1, parts = ((cache.ebx >> 12) & 1023u) + 1,
+                   line = (cache.ebx & 4095u) + 1;
+    return ways * parts * line * (cache.ecx + 1);
+  }
+  return 0;
+}
+
 const Feature* detect() {
   static Feature list[13];
   const Leaf basic(1, 0), extended(7, 0), more(7, 1);
@@ -60,6 +74,7 @@ const Feature* detect() {
 #elif defined(__aarch64__)
 
 bool intel() { return false; }
+unsigned first_level_bytes() { return 0; }
 
 // Linux tells it by a bit, macOS by a name; elsewhere it is taken to be absent.
 [[maybe_unused]] bool asked([[maybe_unused]] unsigned long which, [[maybe_unused]] unsigned long bit,
@@ -89,6 +104,7 @@ const Feature* detect() {
 #else
 
 bool intel() { return false; }
+unsigned first_level_bytes() { return 0; }
 
 const Feature* detect() {
   static const Feature list[] = {{nullptr, false}};
@@ -101,6 +117,11 @@ const Feature* detect() {
 
 bool cpu_is_intel() {
   static const bool found = intel();
+  return found;
+}
+
+bool first_level_is_large() {
+  static const bool found = first_level_bytes() >= 48 * 1024;
   return found;
 }
 

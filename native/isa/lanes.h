@@ -155,8 +155,11 @@ struct Lanes {
   }
 };
 
-// Any address is allowed.
-inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Any address is allowed. `Near`: into the first-level cache, else the second.
+template <bool Near = false>
+inline __attribute__((always_inline)) void prefetch(const void* p) {
+  __builtin_prefetch(p, 0, Near ? 3 : 2);
+}
 
 // 2^(x * unit), which is where every weight comes from; at most 0.8 units in the last place off, whatever the size of
 // x, because the product is never rounded by itself. From 2^-126.5 down (2^-1022.5 in double) it is exactly 0; NaN

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "core/features.h"
 #include "core/kernels.h"
 #include "kernel/dots.inl"
 
@@ -76,7 +77,7 @@ void linear_rows(const Linear& linear, const PackedRows<Reader>& packed, index f
   const index size = bytes(linear.x_type);
   char* y = static_cast<char*>(linear.y) + row * linear.y_row * size;
   // The next rows are prefetched in the order they lie in memory, where one lies behind the other.
-  const bool dense = linear.weight_row == linear.inputs;
+  const bool dense = linear.weight_row == linear.inputs, near = R == 1 && first_level_is_large();
   for (index o = first; o < last; o += N) {
     const Number* from[N];
     for (int i = 0; i < N; ++i) from[i] = weight + (o + i < last ? o + i : last - 1) * linear.weight_row;
@@ -84,7 +85,8 @@ void linear_rows(const Linear& linear, const PackedRows<Reader>& packed, index f
     const Ahead<Number> ahead{next, dense ? N : 1, dense ? index(Reader::step) : linear.weight_row};
     T sums[R * N];
     if constexpr (R == 1)
-      dots_of_one<Reader, N>(from, x, linear.inputs, linear.weight_row, sums);
+      near ? dots_of_one<Reader, N, true>(from, x, linear.inputs, linear.weight_row, sums)
+           : dots_of_one<Reader, N, false>(from, x, linear.inputs, linear.weight_row, sums);
     else
       dots<Reader, N, R>(from, x, packed.step, linear.inputs, ahead, sums);
     const index count = last - o < N ? last - o : N;

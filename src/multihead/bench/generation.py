@@ -130,8 +130,8 @@ class Whole(Numbers):
         return (self.matrices + 2 * layers * self.cached * E * G // H) * self.type.itemsize
 
 
-def steps(why, **options):
-    goals = {128: 1.8, 1024: 2.0, 4096: 3.0}
+def steps(why, goals, **options):
+    """One token behind more and more, with the ratio to reach for each."""
     return [
         Step(1, cached, 1024, 16, 4, why, {BY_HAND: goals.get(cached, 1.0)}, quick=cached == 1024, **options)
         for cached in (128, 1024, 4096, 32768)
@@ -141,7 +141,8 @@ def steps(why, **options):
 SMALL, EVERYONE = "SmolLM2-135M", (HF_SDPA, HF_EAGER, HF_STATIC, HF_COMPILED)
 
 GENERATION = [
-    *steps("a decoding step: projections, RoPE, cache, attention"),
+    *steps("a decoding step: projections, RoPE, cache, attention", {128: 1.8, 1024: 2.0, 4096: 3.0}),
+    *steps("the same in half the bytes", {}, dtype="bf16"),
     *(Step(1, 0, 1024, 16, 4, "a prompt through the same layer", {BY_HAND: 1.3}, N=N) for N in (64, 512, 2048)),
     Step(8, 1024, 1024, 16, 4, "eight conversations at once"),
     Step(8, 1024, 1024, 16, 4, "eight of two lengths: torch needs a mask", ragged=True),
@@ -152,7 +153,8 @@ GENERATION = [
     Whole(SMALL, 4096, 0, "the same of a long prompt", {HF_SDPA: 1.2}),
     Whole(SMALL, 1, 64, "half the bytes", {HF_SDPA: 2.0}, dtype="bf16"),
     Whole(SMALL, 1, 1024, "half the bytes", {HF_SDPA: 2.0}, dtype="bf16"),
-    Whole(SMALL, 1024, 0, "time to the first token", dtype="bf16"),
+    Whole(SMALL, 1, 4096, "half the bytes of a long text, too", {HF_SDPA: 2.0}, dtype="bf16"),
+    *(Whole(SMALL, N, 0, "time to the first token", dtype="bf16") for N in (1024, 4096)),
     Whole("BERT-base", 512, 0, "an encoder", dtype="bf16"),
     Whole("ViT-base", 197, 0, "a picture", dtype="bf16"),
     Whole("SmolLM2-360M", 1, 1024, "the next size", named=True),
