@@ -321,8 +321,8 @@ class Layer:
             fresh = np.zeros(exact[0].shape[:3], bool)
             for b, dropped in enumerate(kept[n][2]):
                 real = had[b] + self.pieces[n][b]
-                for found, rows in zip(kept[n], now):
-                    rows[b, :, dropped:real] = found[b, :, : real - dropped]
+                for stored, rows in zip(kept[n], now):
+                    rows[b, :, dropped:real] = stored[b, :, : real - dropped]
                 fresh[b, :, had[b] : real] = True
                 if before is not None:
                     for old, rows in zip(before, now):

@@ -131,7 +131,7 @@ def test_colour_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("  ", {}, ValueError, "text='  ' is empty: expected at least one word"),
         ("a.png", {}, FileNotFoundError, "a.png: there is no such file"),
-        (__file__, {}, ValueError, "test_show.py is not an image of a kind that is read"),
+        (__file__, {}, ValueError, "test_show.py is a file of text: expected the text itself"),
         ("hello", {"layer": 7}, ValueError, "layer=7: the model has layers 0…1"),
         ("hello", {"model": "vit"}, ValueError, "'hello' is a text: expected the path of a picture with --model=vit"),
         ("a.png", {"model": "lm"}, ValueError, "a.png is a picture: expected a text with --model=lm"),
