@@ -201,11 +201,75 @@ BAD = [
     ({"softcap": float("inf")}, ValueError, r"softcap=inf: expected a number above 0"),
     ({"softcap": "30"}, TypeError, r"softcap is a str: expected a number"),
     ({"scale": float("nan")}, ValueError, r"scale=nan: expected a finite number, or None for 1/√D"),
+    ({"scale": 10**400}, ValueError, r"scale=an integer of 1329 bits: expected a finite number.*at most 3.4e\+38"),
+    ({"scale": -(10**5000)}, ValueError, r"scale=an integer of 16610 bits: expected a finite number"),
+    ({"scale": 1e300}, ValueError, r"scale=1e\+300: expected a finite number.*float32, at most 3.4e\+38"),
+    ({"softcap": 1e300}, ValueError, r"softcap=1e\+300: expected a number above 0.*float32, 2e-31 to 2e\+31"),
+    ({"softcap": 1e-60}, ValueError, r"softcap=1e-60: expected a number above 0.*float32, 2e-31 to 2e\+31"),
+    ({"softcap": 10**400}, ValueError, r"softcap=an integer of 1329 bits: expected a number above 0"),
     ({"scale": ones(1)}, TypeError, r"scale is a Tensor: expected a number"),
     ({"dropout": None}, TypeError, r"dropout is a NoneType: expected a number"),
     ({"dropout": 1.5}, ValueError, r"dropout=1.5: expected a probability, 0 to 1"),
     ({"dropout": -0.1}, ValueError, r"dropout=-0.1"),
 ]
+
+
+NOT_IN_FLOAT32 = [{"scale": 1e300}, {"scale": -1e39}, {"softcap": 1e300}, {"softcap": 1e-60}]
+
+
+@pytest.mark.parametrize("options", NOT_IN_FLOAT32, ids=str)
+class TestNumbersThatFloat32CannotHold:
+    """They were NaN in silence, on every way in."""
+
+    @pytest.mark.parametrize("backend", [None, *BACKENDS])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_attend_and_the_lens_refuse_them(self, options: dict, dtype: torch.dtype, backend: str | None) -> None:
+        q, k, v = torch.randn(3, 2, 3, 7, 8).to(dtype)
+        name = next(iter(options))
+        for more in ({}, {"return_lse": True}, {"mask": mh.Causal()}):
+            with pytest.raises(ValueError, match=f"{name}=.*; scores are computed in float32"):
+                mh.attend(q, k, v, backend=backend, **more, **options)
+        with pytest.raises(ValueError, match=f"{name}=.*; scores are computed in float32"):
+            mh.look(q, k, **options)
+
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_a_layer_refuses_them(self, options: dict, grad: bool) -> None:
+        layer, x = mh.MultiHeadAttention(24, 4, **options).eval(), torch.randn(2, 5, 24)
+        for call in (layer, layer.look, lambda x: mh.trace(layer, x)):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="; scores are computed in float32"):
+                call(x)
+
+    @pytest.mark.parametrize("backend", [b for b in ("native", "reference") if b in BACKENDS])
+    def test_float64_holds_them(self, options: dict, backend: str) -> None:
+        if backend == "native" and kernel.module is None:
+            pytest.skip("the native module is missing")
+        q, k, v = torch.randn(3, 2, 3, 7, 8, dtype=torch.float64)
+        found = mh.attend(q, k, v, backend=backend, **options)
+        if "scale" in options:  # one key has all of the weight
+            scores = q @ k.mT * (1 if options["scale"] > 0 else -1)
+            wanted = v.gather(2, scores.argmax(-1, keepdim=True).expand(-1, -1, -1, 8))
+        elif options["softcap"] > 1:  # it does nothing
+            wanted = mh.attend(q, k, v, backend="reference")
+        else:  # nothing is left of the scores
+            wanted = v.mean(2, keepdim=True).expand_as(v)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("end", ["least", "most"])
+def test_a_softcap_at_the_ends_of_what_is_taken_keeps_its_digits(end: str, backend: str) -> None:
+    if backend == "native" and kernel.module is None:
+        pytest.skip("the native module is missing")
+    ends = torch.finfo(torch.float32)
+    softcap = ends.tiny * 2.0**24 if end == "least" else ends.max / 2.0**24
+    q, k, v = torch.randn(3, 2, 3, 7, 8, dtype=torch.float64)
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        given = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        out = mh.attend(*given, softcap=softcap, backend="reference" if dtype == torch.float64 else backend)
+        gradients.append([out, *torch.autograd.grad(out.sum(), given)])
+    for exact, found in zip(*gradients):
+        torch.testing.assert_close(found, exact.float())
 
 
 @pytest.mark.parametrize("mask", [mh.Causal(), mh.Causal(window=3), None], ids=str)
@@ -345,3 +409,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
     used = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
     assert used < 8192 * 8192 * 4 / 10
+
+
+class Marked(torch.Tensor):
+    """A class of somebody's own that changes nothing."""
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_of_a_class_of_ones_own_is_taken_as_torch_takes_it(bias: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 2, 3, 7, 8))
+    added = {"bias": torch.randn(7, 7, requires_grad=True)} if bias else {}
+    outputs, asked = mh.attend(q, k, v, return_lse=True, **added), [q, k, v, *added.values()]
+    back = [torch.randn_like(t) for t in outputs]
+    wanted = torch.autograd.grad(outputs, asked, back, retain_graph=True)
+    found = torch.autograd.grad(outputs, asked, [t.as_subclass(Marked) for t in back])
+    for one, other in zip(found, wanted):
+        assert torch.equal(one.as_subclass(torch.Tensor), other)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import multihead as mh
+from multihead.masks.intervals import Frame, Visible
 
 B, H, Q, K, D, V = 2, 4, 5, 7, 8, 6
 IN_WORDS = "expected one that was not freed or made smaller"
@@ -70,6 +71,60 @@ class TestNumbersOfMasks:
         wrong(given)
         with pytest.raises(ValueError, match=IN_WORDS):
             torch.vmap(lambda q: mh.attend(q, k, v, mask))(torch.stack([q, q]))
+
+
+class Own(mh.masks.Mask):
+    """A mask of somebody's own, that gives bounds it holds."""
+
+    def __init__(self, visible: Visible) -> None:
+        self.visible = visible
+
+    def within(self, frame: Frame) -> Visible:
+        return self.visible
+
+
+class Lowers(Own):
+    def lower(self, frame: Frame) -> Visible:
+        return self.visible
+
+
+FORMS: dict[str, Callable[[Visible], Any]] = {
+    "given directly": lambda visible: visible,
+    "of a class of one's own": Own,
+    "joined": lambda visible: Own(visible) & mh.Causal(),
+    "with a lower of its own": Lowers,
+}
+
+
+@either
+@pytest.mark.parametrize("name", ["start", "stop", "dense"])
+@pytest.mark.parametrize("form", FORMS)
+class TestBoundsThatSomebodyElseMade:
+    def made(self, form: str, name: str) -> tuple[Any, Tensor]:
+        bounds = {"start": torch.zeros(B, 1, Q, dtype=torch.long), "stop": torch.full((B, 1, Q), K)}
+        bounds["dense"] = torch.ones(Q, K, dtype=torch.bool)
+        return FORMS[form](Visible(Q, K, **bounds)), bounds[name]
+
+    @pytest.mark.parametrize("backend", [None, "native", "sdpa", "reference"])
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_attend(self, form: str, name: str, grad: bool, backend: str | None, wrong: Callable) -> None:
+        (mask, t), (q, k, v) = self.made(form, name), qkv()
+        mh.attend(q, k, v, mask, backend=backend)
+        wrong(t)
+        with pytest.raises(ValueError, match=f"the mask.* sees .*{IN_WORDS}"):
+            mh.attend(q.requires_grad_(grad), k, v, mask, backend=backend)
+
+    def test_a_lens(self, form: str, name: str, wrong: Callable) -> None:
+        (mask, t), (q, k, _) = self.made(form, name), qkv()
+        wrong(t)
+        with pytest.raises(ValueError, match=f"the mask.* sees .*{IN_WORDS}"):
+            mh.look(q, k, mask)
+
+    def test_a_picture(self, form: str, name: str, wrong: Callable) -> None:
+        mask, t = self.made(form, name)
+        wrong(t)
+        with pytest.raises(ValueError, match=f"the mask.* sees .*{IN_WORDS}"):
+            mask.allowed() if isinstance(mask, Visible) else mask.draw(Q, K)
 
 
 @either

@@ -17,7 +17,10 @@ bool number(Reader& reader, nb::handle given, const char* name, double& to) {
   const bool integer = PyLong_Check(given.ptr()) && !PyBool_Check(given.ptr());
   if (!integer && !PyFloat_Check(given.ptr())) return reader.refuse(std::string(name) + " is not a number");
   to = PyFloat_AsDouble(given.ptr());
-  if (to == -1 && PyErr_Occurred()) throw nb::python_error();
+  if (to == -1 && PyErr_Occurred()) {  // an integer that is too large
+    PyErr_Clear();
+    return reader.refuse(std::string(name) + " is beyond every float");
+  }
   return std::isfinite(to) || reader.refuse(std::string(name) + " is not finite");
 }
 
@@ -28,12 +31,20 @@ bool tokens(Reader& reader, nb::handle given, const char* name, Tensor& t) {
   return t.contiguous_from(t.axes - 1) || reader.refuse(std::string(name) + " is not contiguous along its rows");
 }
 
+// How far a softcap stays from the ends of the dtype of scores, as a factor: `check_numbers` in sizes.py says why.
+constexpr double softcap_room = 1 << 24;
+
 bool options(Reader& reader, nb::handle scale, nb::handle softcap, const index D, Plan& plan) {
+  const bool wide = plan.type == Type::f64;
+  const double least = wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   plan.scale = std::pow(static_cast<double>(D), -0.5);
   if (!scale.is_none() && !number(reader, scale, "scale", plan.scale)) return false;
+  if (std::abs(plan.scale) > most) return reader.refuse("scale is beyond what scores are computed in");
   if (softcap.is_none()) return true;
   if (!number(reader, softcap, "softcap", plan.softcap)) return false;
-  return plan.softcap > 0 || reader.refuse("softcap is not above 0");
+  return (plan.softcap >= least * softcap_room && plan.softcap <= most / softcap_room) ||
+         reader.refuse("softcap is not above 0, or too near the ends of what scores are computed in");
 }
 
 bool sinks(Reader& reader, nb::handle given, Plan& plan) {

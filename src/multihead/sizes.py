@@ -100,17 +100,47 @@ class Row:
     flops: int = 0
 
 
-def check_numbers(scale: float | None, softcap: float | None, dropout: float) -> None:
-    """Refuse what would turn every score into NaN, or lose a gradient: a scale that is a tensor."""
+SOFTCAP_ROOM = 2.0**24
+
+
+def check_numbers(
+    scale: float | None, softcap: float | None, dropout: float, dtype: torch.dtype = torch.float64
+) -> None:
+    """Refuse what would turn every score into NaN, or lose a gradient: a scale that is a tensor. `dtype`: of q.
+
+    A softcap stays `SOFTCAP_ROOM` away from the ends of the dtype in which scores are computed: scores are divided by
+    it, and gradients multiplied, and neither may end in what that dtype cannot hold.
+    """
     for name, value in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if isinstance(value, Tensor | str) or (value is None and name == "dropout"):
             raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale={scale}: expected a finite number, or None for 1/√D")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap}: expected a number above 0, or None")
+    exact = torch.promote_types(dtype, torch.float32)
+    ends = torch.finfo(exact)
+    if scale is not None and not -ends.max <= scale <= ends.max:
+        within = f", at most {ends.max:.3g} in size" if abs(scale) < math.inf else ""
+        raise ValueError(
+            f"scale={_shown(scale)}: expected a finite number, or None for 1/√D{_scores_in(exact, within)}"
+        )
+    least, most = ends.tiny * SOFTCAP_ROOM, ends.max / SOFTCAP_ROOM
+    if softcap is not None and not least <= softcap <= most:
+        within = f", {least:.2g} to {most:.2g}" if 0 < softcap < math.inf else ""
+        expected = "a number above 0, or None" + _scores_in(exact, within)
+        raise ValueError(f"softcap={_shown(softcap)}: expected {expected}")
     if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout={dropout}: expected a probability, 0 to 1")
+        raise ValueError(f"dropout={_shown(dropout)}: expected a probability, 0 to 1")
+
+
+def _scores_in(dtype: torch.dtype, within: str) -> str:
+    return within and f"; scores are computed in {str(dtype).removeprefix('torch.')}{within}"
+
+
+def _shown(number: float) -> str:
+    """A number as errors show it: of an integer beyond every float, Python may refuse to write the digits."""
+    try:
+        float(number)
+    except OverflowError:
+        return f"an integer of {int(number).bit_length()} bits"
+    return str(number)
 
 
 def check_floating(what: str, dtype: torch.dtype) -> None:

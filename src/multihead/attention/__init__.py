@@ -224,8 +224,9 @@ def prepare(given: Arguments, ineligible: Reason | None = None) -> Call:
     q, k, v, bias, sinks, scale = given.q, given.k, given.v, given.bias, given.sinks, given.scale
     check_attend(q, k, v)
     (B, H, Q, D), K = q.shape, k.shape[2]
-    visible = given.mask if isinstance(given.mask, Visible) else see(given.mask, Q, K, q.device, B, H)
-    check_numbers(scale, given.softcap, given.dropout)
+    mask = given.mask
+    visible = mask.require_storages() if isinstance(mask, Visible) else see(mask, Q, K, q.device, B, H)
+    check_numbers(scale, given.softcap, given.dropout, q.dtype)
     _check_extra("sinks", sinks, q.device, (H,), "(H,)")
     _check_extra("bias", bias, q.device, (B, H, Q, K), "(B,H,Q,K)")
     if sinks is not None and sinks.shape != (H,):

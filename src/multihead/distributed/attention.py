@@ -65,6 +65,7 @@ def attend_slices(
     backend: str | None, first_head: int = 0,
 ) -> Tensor:  # fmt: skip
     """Out (B,H,n,V) for slices q (B,H,n,D), k (B,G,m,D) and v (B,G,m,V) whose lengths are agreed on."""
+    check_numbers(scale, softcap, dropout, q.dtype)  # of a layer, whose dtype may have changed since it was made
     wire, (B, H, _, _) = sharding.wire, q.shape
     mine, Q, K = slices(agreed.queries)[wire.rank], sum(agreed.queries), sum(agreed.keys)
     local_rows = check_bias(bias, B, H, mine, Q, K)
@@ -106,7 +107,7 @@ def attend(
     >>> out = mh.distributed.attend(q, k, v, mh.Causal(), mesh=dist.group.WORLD)  # doctest: +SKIP
     """
     check_attend(q, k, v)
-    check_numbers(scale, softcap, dropout)
+    check_numbers(scale, softcap, dropout, q.dtype)
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(
             f"sinks has shape {tuple(sinks.shape)}: expected one logit for each of the H={q.shape[1]} heads"

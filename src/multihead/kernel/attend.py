@@ -56,18 +56,23 @@ def lined_up(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
+def _own(t: Tensor) -> Tensor:
+    """`t` as torch's own class: one of somebody's own has seen the call by now, or does not want to."""
+    return t if type(t) is Tensor else t.as_subclass(Tensor)
+
+
 def backward(
     call: Call, state: Tensor, d_out: Tensor, d_lse: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, block by block from what the forward pass left."""
     read = marshal(call, call.visible)
     d_q, d_k, d_v = (lined_up(torch.empty_like(lined_up(t))) for t in (call.q, call.k, call.v))
-    d_lse = None if d_lse is None else d_lse.to(state.dtype).contiguous()
+    d_lse = None if d_lse is None else _own(d_lse).to(state.dtype).contiguous()
     if seed is not None:
         read.seed = int(seed)
     read.backward(
         torch.get_num_threads(),
-        d_out=lined_up(d_out),
+        d_out=lined_up(_own(d_out)),
         d_lse=d_lse,
         state=state,
         delta=torch.empty_like(state),

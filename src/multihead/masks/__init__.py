@@ -54,7 +54,7 @@ class Mask:
     def lower(self, frame: Frame) -> Visible:
         """One interval of keys per query, and a dense remainder only where it must be."""
         frame = self.reframe(frame)
-        seen = self.within(frame)
+        seen = _within(self, frame)
         if frame.used is None and isinstance(seen.start, Ramp) and isinstance(seen.stop, Ramp):
             return seen  # bounds are within 0…K as they are
         return seen.intersect(frame.in_use, frame)
@@ -81,6 +81,12 @@ class Mask:
 
 
 _M = TypeVar("_M", bound=type[Mask])
+_OURS: set[type[Mask]] = set()  # whose bounds are made anew, of tensors that were looked at
+
+
+def _within(mask: Mask, frame: Frame) -> Visible:
+    seen = mask.within(frame)
+    return seen if torch.compiler.is_compiling() or type(mask) in _OURS else seen.require_storages()
 
 
 def _is_child(value: object) -> bool:
@@ -113,6 +119,7 @@ def _register(cls: _M) -> _M:
         serialized_type_name=f"multihead.{cls.__name__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
+    _OURS.add(cls)
     return cls
 
 
@@ -371,7 +378,7 @@ class Joined(Mask):
         return reduce(lambda f, part: part.reframe(f), self.parts, frame)
 
     def within(self, frame: Frame) -> Visible:
-        seen = [part.within(frame) for part in self.parts]
+        seen = [_within(part, frame) for part in self.parts]
         return reduce(lambda a, b: a.intersect(b, frame), seen)
 
 
@@ -411,6 +418,8 @@ def lower(mask: Mask | Tensor | None, frame: Frame, B: int, H: int) -> Visible:
     """What `mask` lets each query see in `frame`, checked against a batch of B rows and H heads."""
     mask = as_mask(mask)
     visible = frame.in_use if mask is None else mask.lower(frame)
+    if not (mask is None or torch.compiler.is_compiling() or type(mask) in _OURS):
+        visible.require_storages()  # a class of somebody's own may have a `lower` of its own
     for bound in (visible.start, visible.stop):
         if isinstance(bound, Tensor) and bound.dim() == 3 and bound.shape[0] not in (1, B):
             raise ValueError(f"the mask is for {bound.shape[0]} batch rows: expected B={B}, or one row for all")

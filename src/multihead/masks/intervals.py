@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from multihead.tensors import require_storage
+
 
 @dataclass(frozen=True)
 class Ramp:
@@ -148,6 +150,12 @@ class Visible:
             self.start == Ramp.constant(0) and self.stop.offset == 1 and self.stop.low <= 1 <= self.K <= self.stop.high
         )
 
+    def require_storages(self) -> "Visible":
+        """Itself, if the storage of its tensors holds what they see: they may be somebody else's."""
+        for name, t in (("the mask's start", self.start), ("the mask's stop", self.stop), ("the mask", self.dense)):
+            require_storage(name, t)
+        return self
+
     def intersect(self, other: "Visible", frame: Frame) -> "Visible":
         """What both allow."""
         dense = self.dense if other.dense is None else other.dense if self.dense is None else self.dense & other.dense
@@ -156,6 +164,7 @@ class Visible:
 
     def bounds(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Start and stop as tensors that broadcast to (B, H, Q)."""
+        self.require_storages()
         frame = Frame.of(self.Q, self.K, device)
         return _as_tensor(self.start, frame), _as_tensor(self.stop, frame)
 
