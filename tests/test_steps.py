@@ -97,6 +97,37 @@ def test_gradients_of_sinks_and_bias_are_right() -> None:
     assert torch.autograd.gradgradcheck(attended, inputs)
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_second_gradients_of_saturated_rows_are_as_exact_as_those_of_softmax(sunk: bool, with_lse: bool) -> None:
+    """Powers divided by their sum lose digits there."""
+
+    def second(weigh, logits: torch.Tensor, turns: list[torch.Tensor]) -> torch.Tensor:
+        logits = logits.clone().requires_grad_()
+        weights, lse = weigh(logits[..., :-1], logits[0, :, 0, -1]) if sunk else weigh(logits, None)
+        loss = (weights * turns[0][..., : weights.shape[-1]]).sum() + (lse * turns[2]).sum() * with_lse
+        (first,) = torch.autograd.grad(loss, logits, create_graph=True)
+        return torch.autograd.grad((first * turns[1]).sum(), logits)[0].double()
+
+    def plain(masked: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if sinks is not None:
+            masked = torch.cat((masked, sinks[:, None, None].expand(*masked.shape[1:3], 1)[None]), -1)
+        weights = torch.softmax(masked, -1)
+        top = masked.amax(-1, keepdim=True).detach()
+        return weights if sinks is None else weights[..., :-1], torch.logsumexp(masked - top, -1) + top[..., 0]
+
+    make = torch.Generator().manual_seed(0)
+    found, by_softmax = 0.0, 0.0
+    for _ in range(32):
+        logits = 30 * torch.randn(1, 2, 1, 25, generator=make)
+        turns = [1e3 * torch.randn(1, 2, 1, n, generator=make) for n in (25, 25)]
+        turns.append(1e3 * torch.randn(1, 2, 1, generator=make))
+        exact = second(plain, logits.double(), [t.double() for t in turns])
+        found = max(found, float((second(steps.weigh, logits, turns) - exact).abs().max()))
+        by_softmax = max(by_softmax, float((second(plain, logits, turns) - exact).abs().max()))
+    assert found <= 2 * by_softmax
+
+
 def test_without_w_o_each_group_of_outputs_depends_on_one_head_only() -> None:
     x = drawn(1, 5, 12)
     w = weights_of_a_layer(E=12, H=3, G=3, D=4, V=4, C=12)

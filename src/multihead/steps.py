@@ -83,22 +83,21 @@ def weigh(
 
     A sink is a logit of the head's own that joins the denominator and has no value.
     """
-    hidden = masked == -torch.inf
     if masked.shape[-1]:
         top = masked.detach().amax(dim=-1)  # (B, H, Q)
     else:
         top = masked.new_full(masked.shape[:-1], -torch.inf)
     if sinks is not None:
         top = torch.maximum(top, sinks.detach()[:, None])
-    top = top.masked_fill(top == -torch.inf, 0)  # nothing is visible: any finite number keeps −inf − −inf away
-    powers = torch.exp(masked - top[..., None])
-    total = powers.sum(dim=-1)  # (B, H, Q)
+    empty = top == -torch.inf
+    top = top.masked_fill(empty, 0)
+    # From the largest score down, so that the gradient of the log-sum-exp has all its digits too.
+    logits = masked - top[..., None]
     if sinks is not None:
-        total = total + torch.exp(sinks[:, None] - top)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
-    weights = (powers / total[..., None]).masked_fill(hidden, 0)
-    return weights, (top + torch.log(total)).masked_fill(empty, -torch.inf)
+        logits = torch.cat((logits, (sinks[:, None] - top)[..., None]), dim=-1)  # (B, H, Q, K + 1)
+    logits = logits.masked_fill(empty[..., None], 0)  # nothing is visible: −inf alone would be NaN
+    weights = torch.softmax(logits, dim=-1)[..., : masked.shape[-1]].masked_fill(masked == -torch.inf, 0)
+    return weights, (top + torch.logsumexp(logits, dim=-1)).masked_fill(empty, -torch.inf)
 
 
 # Step 4, mix ----------------------------------------------------------------------------------------------------------

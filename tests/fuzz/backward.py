@@ -161,8 +161,8 @@ class Backward:
         judged = self._judge(values, names, count, wanted, gradients, d_out, d_lse)
         if second is None:
             return judged
-        plainly, scale = self._plain_loss(names, count, d_out, d_lse), s.D**-0.5 if o.scale is None else o.scale
-        return [*judged, *judge_second(plainly, values, names, wanted, turns, second, self.dtype, scale)]
+        plainly = self._plain_loss(names, count, d_out, d_lse)
+        return [*judged, *judge_second(plainly, values, names, wanted, turns, second, self.dtype)]
 
     def _differentiate(self, loss: Any, leaves: Leaves, wanted: list[int], turns: Leaves) -> tuple[Any, Any]:
         asked = [leaves[n] for n in wanted]
@@ -270,7 +270,7 @@ def filled(gradients: Any, leaves: Leaves) -> Leaves:
 
 
 def judge_second(loss: PlainLoss, values: Leaves, names: list[str], wanted: list[int], turns: Leaves, found: Any,
-                 dtype: torch.dtype, scale: float) -> list[Judged]:  # fmt: skip
+                 dtype: torch.dtype) -> list[Judged]:  # fmt: skip
     """Gradients of gradients, against float64 autograd of the plain implementation, twice."""
 
     @functools.cache
@@ -294,9 +294,8 @@ def judge_second(loss: PlainLoss, values: Leaves, names: list[str], wanted: list
             f"second gradient of {names[n]}", g, exact, lambda order, at=at: plainly(order, dtype)[at], dtype
         )
         # What cancels in a second derivative has no size of its own here: so many roundings of the first are allowed.
-        # It is made of two derivatives of scores, each of them scale times a number: a scale of 3 is q three times as large.
         size = max([1.0, *(float(t.detach().double().abs().max()) for t in (*values, *turns) if t.numel())])
-        verdict.most += 16 * torch.finfo(dtype).eps * size**4 * max(1.0, scale**2)
+        verdict.most += 16 * torch.finfo(dtype).eps * size**4
         if dtype == torch.float64:  # the oracle's own error is of the same size
             verdict.most += 256 * torch.finfo(dtype).eps * max(1.0, float(np.abs(exact).max(initial=0)))
         judged.append(verdict)
