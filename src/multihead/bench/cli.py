@@ -21,7 +21,7 @@ from multihead.bench.table import select
 from multihead.files import write_text
 
 SECONDS, QUICK_SECONDS = 15.0, 3.0
-SET_UP = 12.0  # seconds for each case beside its comparisons, about: the oracle, and processes to start
+SET_UP = 25.0  # seconds for each case beside its comparisons, about: the oracle, processes to start, the least blocks
 
 
 def main(arguments=None):
